@@ -1,0 +1,213 @@
+/* The half-steps on the CPU, one pass over memory each; reference.py is their specification.
+ *
+ * Plain C, with neither Python's nor torch's headers: cpu.py loads the library with ctypes.
+ * Compile without contraction (-ffp-contract=off): a fused multiply-add would change the bits.
+ */
+#include <stdint.h>
+#include <string.h>
+
+#ifdef _MSC_VER
+#define API __declspec(dllexport)
+#define INLINE static __forceinline
+#else
+#define API __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+#endif
+
+/* The vector width is chosen when the library is loaded. Function multiversioning needs the
+ * loader's help (ifunc), which glibc has. It goes on the functions below the OpenMP regions:
+ * a region's body is outlined before the clones are made and would stay at the baseline. */
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__)
+#define CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+
+enum dtype { F64, F32, BF16, F16 };
+
+enum {
+    LANES = 256, /* as in reference.py */
+    ROWS = 16,
+    CHUNK = LANES * ROWS,
+    SERIAL = 1 << 15, /* below this, waking a second thread costs more than it saves */
+};
+
+INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
+INLINE float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+
+/* Written as selects, not branches, so that the loops around them are vectorised. */
+INLINE float bfloat16_to_float(uint16_t h) { return float_of((uint32_t)h << 16); }
+
+INLINE uint16_t float_to_bfloat16(float x) {
+    uint32_t u = bits_of(x);
+    uint32_t nearest_even = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+    return (uint16_t)((u & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : nearest_even);
+}
+
+INLINE float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, magnitude = (uint32_t)(h & 0x7FFFu) << 13;
+    /* 2^112 moves the exponent bias from 15 to 127, and subnormals come out right. */
+    uint32_t finite = bits_of(float_of(magnitude) * 0x1p112f);
+    return float_of(sign | (magnitude >= 0x0F800000u ? magnitude | 0x7F800000u : finite));
+}
+
+INLINE uint16_t float_to_half(float x) {
+    uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7FFFFFFFu;
+    uint32_t normal = (magnitude - (112u << 23) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+    /* Adding 1/2 aligns a subnormal half's last bit with that of the sum, which rounds it. */
+    uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;
+    uint32_t special = magnitude > 0x7F800000u ? 0x7E00u : 0x7C00u;
+    uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
+    return (uint16_t)(sign | (magnitude >= 0x47800000u ? special : finite));
+}
+
+/* `type` is a constant wherever these are called, so each call is one conversion. */
+INLINE double load(const void *p, int64_t i, enum dtype type) {
+    switch (type) {
+    case F64: return ((const double *)p)[i];
+    case F32: return ((const float *)p)[i];
+    case BF16: return bfloat16_to_float(((const uint16_t *)p)[i]);
+    default: return half_to_float(((const uint16_t *)p)[i]);
+    }
+}
+
+INLINE void store(void *p, int64_t i, enum dtype type, double x) {
+    switch (type) {
+    case F64: ((double *)p)[i] = x; break;
+    case F32: ((float *)p)[i] = (float)x; break;
+    case BF16: ((uint16_t *)p)[i] = float_to_bfloat16((float)x); break;
+    default: ((uint16_t *)p)[i] = float_to_half((float)x); break;
+    }
+}
+
+INLINE void *at(const void *p, int64_t i, enum dtype type) {
+    return (char *)p + i * (type == F64 ? 8 : type == F32 ? 4 : 2);
+}
+
+/* Runs its last argument with `NAME` a compile-time constant equal to `type`. */
+#define CONSTANT(NAME, type, ...)                             \
+    switch (type) {                                           \
+    case F64: { const enum dtype NAME = F64; __VA_ARGS__; } break;    \
+    case F32: { const enum dtype NAME = F32; __VA_ARGS__; } break;    \
+    case BF16: { const enum dtype NAME = BF16; __VA_ARGS__; } break;  \
+    default: { const enum dtype NAME = F16; __VA_ARGS__; } break;     \
+    }
+
+/* One state, its copy in the dtype that f reads, and beta; bound once per solve. */
+typedef struct {
+    double *state;
+    void *copy;
+    int64_t n;
+    double beta;
+    int32_t copy_type;
+} half_step;
+
+/* state = a state + beta f */
+INLINE void relax_loop(double *state, const void *f, void *copy, int64_t n, double beta,
+                       enum dtype f_type, enum dtype copy_type) {
+    const double a = 1 - beta;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        double next = a * state[i] + beta * load(f, i, f_type);
+        state[i] = next;
+        store(copy, i, copy_type, next);
+    }
+}
+
+CLONES static void relax_chunk(const half_step *h, const void *f, int f_type, int64_t from, int64_t n) {
+    CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
+        relax_loop(h->state + from, at(f, from, F), at(h->copy, from, C), n, h->beta, F, C)))
+}
+
+/* The same, and each lane's sum over the rows of (next - state)^2 and of next^2. */
+INLINE void relax_norms_loop(double *state, const void *f, void *copy, int64_t n, double beta,
+                             double *change, double *value, enum dtype f_type, enum dtype copy_type) {
+    const double a = 1 - beta;
+    memset(change, 0, LANES * sizeof *change);
+    memset(value, 0, LANES * sizeof *value);
+    for (int64_t row = 0; row < n; row += LANES) {
+        int64_t lanes = n - row < LANES ? n - row : LANES;
+#pragma omp simd
+        for (int64_t lane = 0; lane < lanes; lane++) {
+            int64_t i = row + lane;
+            double next = a * state[i] + beta * load(f, i, f_type);
+            double step = next - state[i];
+            change[lane] += step * step;
+            value[lane] += next * next;
+            state[i] = next;
+            store(copy, i, copy_type, next);
+        }
+    }
+}
+
+CLONES static void relax_norms_chunk(const half_step *h, const void *f, int f_type, int64_t from, int64_t n,
+                                     double *change, double *value) {
+    CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
+        relax_norms_loop(h->state + from, at(f, from, F), at(h->copy, from, C), n, h->beta, change, value, F, C)))
+}
+
+/* state = (state - beta f) / a */
+INLINE void invert_loop(double *state, const void *f, void *copy, int64_t n, double beta,
+                        enum dtype f_type, enum dtype copy_type) {
+    const double a = 1 - beta;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        double previous = (state[i] - beta * load(f, i, f_type)) / a;
+        state[i] = previous;
+        store(copy, i, copy_type, previous);
+    }
+}
+
+/* The same, and adjoint = a adjoint + beta vjp. The adjoint is float64 where f reads float64 and
+ * float32 everywhere else, and is computed in its own precision. */
+INLINE void invert_adjoint_loop(double *state, const void *f, void *copy, void *adjoint, const void *vjp, int64_t n,
+                                double beta, enum dtype f_type, enum dtype copy_type) {
+    const double a = 1 - beta;
+    const float a32 = (float)a, beta32 = (float)beta;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        double previous = (state[i] - beta * load(f, i, f_type)) / a;
+        state[i] = previous;
+        store(copy, i, copy_type, previous);
+        if (copy_type == F64)
+            ((double *)adjoint)[i] = a * ((double *)adjoint)[i] + beta * ((const double *)vjp)[i];
+        else
+            ((float *)adjoint)[i] = a32 * ((float *)adjoint)[i] + beta32 * (float)load(vjp, i, copy_type);
+    }
+}
+
+CLONES static void invert_chunk(const half_step *h, const void *f, int f_type, int64_t from, int64_t n,
+                                void *adjoint, const void *vjp) {
+    if (adjoint)
+        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
+            invert_adjoint_loop(h->state + from, at(f, from, F), at(h->copy, from, C),
+                                at(adjoint, from, C == F64 ? F64 : F32), at(vjp, from, C), n, h->beta, F, C)))
+    else
+        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
+            invert_loop(h->state + from, at(f, from, F), at(h->copy, from, C), n, h->beta, F, C)))
+}
+
+/* Calls CHUNK_CALL for every chunk [from, from + n) of the h->n elements, on `threads` threads. */
+#define FOR_EACH_CHUNK(threads, CHUNK_CALL)                                                          \
+    const int64_t chunks = (h->n + CHUNK - 1) / CHUNK;                                               \
+    int64_t chunk;                                                                                   \
+    _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1 && h->n >= SERIAL)") \
+    for (chunk = 0; chunk < chunks; chunk++) {                                                       \
+        const int64_t from = chunk * CHUNK, n = h->n - from < CHUNK ? h->n - from : CHUNK;           \
+        CHUNK_CALL;                                                                                  \
+    }
+
+API void revdeq_relax(const half_step *h, const void *f, int f_type, int threads) {
+    FOR_EACH_CHUNK(threads, relax_chunk(h, f, f_type, from, n))
+}
+
+/* partial: [2][chunks][LANES], the sums for the change and for the value */
+API void revdeq_relax_norms(const half_step *h, const void *f, int f_type, int threads, double *partial) {
+    FOR_EACH_CHUNK(threads, relax_norms_chunk(h, f, f_type, from, n, partial + chunk * LANES,
+                                              partial + (chunks + chunk) * LANES))
+}
+
+/* adjoint and vjp may be NULL: then only the state is inverted */
+API void revdeq_invert(const half_step *h, const void *f, int f_type, int threads, void *adjoint, const void *vjp) {
+    FOR_EACH_CHUNK(threads, invert_chunk(h, f, f_type, from, n, adjoint, vjp))
+}

@@ -1,0 +1,59 @@
+"""The half-steps in C (cpu.c), for CPU tensors."""
+
+import ctypes
+import importlib.util
+from ctypes import c_double, c_int, c_int32, c_int64, c_void_p
+
+import torch  # before the library: it brings the OpenMP runtime that the library shares
+from torch import Tensor
+
+from . import reference
+
+CODE = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum dtype of cpu.c
+
+
+class _Bound(ctypes.Structure):  # half_step of cpu.c
+    _fields_ = [("state", c_void_p), ("copy", c_void_p), ("n", c_int64), ("beta", c_double), ("copy_type", c_int32)]
+
+
+def _load() -> ctypes.CDLL | None:
+    spec = importlib.util.find_spec("revdeq.kernels._cpu")
+    if spec is None or spec.origin is None:
+        return None  # built without a C compiler
+    library = ctypes.CDLL(spec.origin)
+    common = [c_void_p, c_void_p, c_int, c_int]
+    for name, more in (("relax", []), ("relax_norms", [c_void_p]), ("invert", [c_void_p, c_void_p])):
+        function = getattr(library, f"revdeq_{name}")
+        function.argtypes, function.restype = common + more, None
+    return library
+
+
+library = _load()
+
+
+class HalfStep(reference.HalfStep):
+    def __init__(self, state: Tensor, copy: Tensor, beta: float) -> None:
+        super().__init__(state, copy, beta)
+        self._bound = _Bound(state.data_ptr(), copy.data_ptr(), state.numel(), beta, CODE[copy.dtype])
+        self._address = ctypes.addressof(self._bound)
+
+    def relax(self, f: Tensor) -> None:
+        f = self.in_order(f)
+        library.revdeq_relax(self._address, f.data_ptr(), CODE[f.dtype], torch.get_num_threads())
+
+    def relax_norms(self, f: Tensor) -> Tensor:
+        f, partial = self.in_order(f), self.empty_partial_sums()
+        library.revdeq_relax_norms(
+            self._address, f.data_ptr(), CODE[f.dtype], torch.get_num_threads(), partial.data_ptr()
+        )
+        return partial
+
+    def invert(self, f: Tensor) -> None:
+        f = self.in_order(f)
+        library.revdeq_invert(self._address, f.data_ptr(), CODE[f.dtype], torch.get_num_threads(), None, None)
+
+    def invert_adjoint(self, f: Tensor, adjoint: Tensor, vjp: Tensor) -> None:
+        f, vjp = self.in_order(f), self.in_order(vjp)
+        library.revdeq_invert(
+            self._address, f.data_ptr(), CODE[f.dtype], torch.get_num_threads(), adjoint.data_ptr(), vjp.data_ptr()
+        )

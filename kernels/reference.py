@@ -1,0 +1,92 @@
+"""The half-steps in plain PyTorch: the specification that every other backend meets bit for bit.
+
+With a = 1 - beta, one half-step of the reversible iteration (equation 5 of the paper) and its inverse
+(equation 6) are
+
+    state' = a state + beta f          state = (state' - beta f) / a
+
+in float64, each operation rounded once: no multiply-add is contracted. `copy` receives the new state in
+the dtype that f reads; float64 reaches bfloat16 and float16 by way of float32, as `Tensor.to` does it.
+
+On the way back an adjoint follows (Algorithm 1). It is kept multiplied by beta, so that its buffer is
+the seed of the next vector-Jacobian product, and it is computed in its own precision:
+
+    adjoint = a adjoint + beta vjp
+"""
+
+import torch
+from torch import Tensor
+
+LANES = 256
+ROWS = 16
+"""A norm is summed in chunks of ROWS rows of LANES elements, in the order of memory: each lane adds its
+rows one after the other, and a chunk leaves LANES partial sums. No backend can reorder that, and a GPU
+needs neither shared memory nor a barrier for it."""
+
+
+def relax(state: Tensor, f: Tensor, copy: Tensor, beta: float) -> None:
+    state.copy_((1 - beta) * state + beta * f.double())
+    copy.copy_(state)
+
+
+def relax_norms(state: Tensor, f: Tensor, copy: Tensor, beta: float) -> Tensor:
+    """`relax`, and the partial sums of the squared change and of the squared new state: [2, chunks, LANES]."""
+    before = state.clone()
+    relax(state, f, copy, beta)
+    return torch.stack([_lane_sums((state - before).square()), _lane_sums(state.square())])
+
+
+def invert(state: Tensor, f: Tensor, copy: Tensor, beta: float) -> None:
+    state.copy_((state - beta * f.double()) / (1 - beta))
+    copy.copy_(state)
+
+
+def invert_adjoint(state: Tensor, f: Tensor, copy: Tensor, adjoint: Tensor, vjp: Tensor, beta: float) -> None:
+    invert(state, f, copy, beta)
+    adjoint.copy_((1 - beta) * adjoint + beta * vjp.to(adjoint.dtype))
+
+
+def chunk_count(x: Tensor) -> int:
+    return -(-x.numel() // (ROWS * LANES))
+
+
+def _lane_sums(x: Tensor) -> Tensor:
+    flat = x.as_strided((x.numel(),), (1,))
+    chunks = chunk_count(x)
+    rows = torch.nn.functional.pad(flat, (0, chunks * ROWS * LANES - flat.numel())).view(chunks, ROWS, LANES)
+    total = rows[:, 0].clone()
+    for row in range(1, ROWS):
+        total += rows[:, row]
+    return total
+
+
+class HalfStep:
+    """A state, its copy in the dtype that f reads, and beta: bound once, stepped many times.
+
+    Every backend is a subclass of this class that runs the functions above in one pass over memory.
+    """
+
+    def __init__(self, state: Tensor, copy: Tensor, beta: float) -> None:
+        self.state, self.copy, self.beta = state, copy, beta
+
+    def relax(self, f: Tensor) -> None:
+        relax(self.state, f, self.copy, self.beta)
+
+    def relax_norms(self, f: Tensor) -> Tensor:
+        return relax_norms(self.state, f, self.copy, self.beta)
+
+    def invert(self, f: Tensor) -> None:
+        invert(self.state, f, self.copy, self.beta)
+
+    def invert_adjoint(self, f: Tensor, adjoint: Tensor, vjp: Tensor) -> None:
+        invert_adjoint(self.state, f, self.copy, adjoint, vjp, self.beta)
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """x with its elements in the same places as the state's: x itself, or, at the cost of one more
+        pass over memory, a copy."""
+        if x.stride() == self.state.stride() or x.numel() < 2:
+            return x
+        return torch.empty_like(self.state, dtype=x.dtype).copy_(x)
+
+    def empty_partial_sums(self) -> Tensor:
+        return self.state.new_empty((2, chunk_count(self.state), LANES))

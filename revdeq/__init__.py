@@ -1,0 +1,8 @@
+"""Reversible deep equilibrium models: exact gradients in constant memory."""
+
+from . import kernels
+from .module import RevDEQ
+from .solve import Solution, solve
+
+__version__ = "0.1.0"
+__all__ = ["RevDEQ", "Solution", "kernels", "solve"]

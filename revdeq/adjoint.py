@@ -1,0 +1,200 @@
+"""The reversible iteration and its adjoint: one autograd function.
+
+Forward, from y_0 = z_0 and with a = 1 - beta (equation 5 of the paper):
+
+    y_{n+1} = a y_n + beta f(z_n)        z_{n+1} = a z_n + beta f(y_{n+1})
+
+Backward, the half-steps are undone in the opposite order (equation 6) while the adjoints follow
+(Algorithm 1). Nothing is kept between the passes but the last state, and no more than one graph of f is
+alive at a time.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .evaluate import Evaluation
+from .kernels.reference import HalfStep
+
+NORM_FLOOR = 1e-5
+"""Added to the norm of the state in the relative change, so that a solution of zero can be reached."""
+
+State = list[Tensor]
+
+
+@dataclass
+class Iteration:
+    """What to iterate: f, and f at the initial state. After the forward pass: the steps that were taken and
+    the squared 2-norms of the last change of z and of z."""
+
+    f: Evaluation
+    first: State
+    beta: float
+    max_steps: int
+    tol: float | None
+    half_step: type[HalfStep]
+    steps: int = 0
+    norms: Tensor | None = None
+
+    def bind(self, state: State, copy: State) -> list[HalfStep]:
+        return [self.half_step(x, c, self.beta) for x, c in zip(state, copy, strict=True)]
+
+
+class Reversible(torch.autograd.Function):
+    """Takes an iteration, the number of tensors in a state, the initial state and `f.inputs`; gives the
+    last y and the last z."""
+
+    @staticmethod
+    def forward(ctx: Any, it: Iteration, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        initial = tensors[:size]
+        y_copy, z_copy = [x.detach().clone() for x in initial], [x.detach().clone() for x in initial]
+        y, z = _widened(y_copy), _widened(z_copy)
+        relax_y, relax_z = it.bind(y, y_copy), it.bind(z, z_copy)
+        # Where a look at the norms does not wait for a device, divergence is reported at once.
+        look = it.tol is not None or initial[0].device.type == "cpu"
+
+        f_z, it.first = it.first, []
+        for step in range(1, it.max_steps + 1):
+            for half_step, out in zip(relax_y, f_z, strict=True):
+                half_step.relax(out)
+            f_y = it.f.value(y_copy)
+            if look or step == it.max_steps:
+                it.norms = sum(h.relax_norms(out).sum((1, 2)) for h, out in zip(relax_z, f_y, strict=True))
+            else:
+                for half_step, out in zip(relax_z, f_y, strict=True):
+                    half_step.relax(out)
+            it.steps = step
+            if (look and _has_arrived(it)) or step == it.max_steps:
+                break
+            f_z = it.f.value(z_copy)
+
+        ctx.it, ctx.size = it, size
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *y, *z)
+        for wide, copy in zip(y, y_copy, strict=True):
+            if copy._version > 0:  # f changed its input in place
+                copy.copy_(wide)
+        return (*y_copy, *z_copy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate "
+                "an iteration that you unroll yourself"
+            )
+        it, size, (a, beta) = ctx.it, ctx.size, (1 - ctx.it.beta, ctx.it.beta)
+        saved = list(ctx.saved_tensors)
+        initial, inputs, last = saved[:size], saved[size : -2 * size], saved[-2 * size :]
+        if _graph_is_kept():
+            last = [x.clone() for x in last]
+        y, z = last[:size], last[size:]
+        copy = [torch.empty_like(x, dtype=x0.dtype).copy_(x) for x, x0 in zip(y, initial, strict=True)]
+        invert_y, invert_z = it.bind(y, copy), it.bind(z, copy)
+
+        # An adjoint is kept multiplied by beta, to be the seed of the next product, and its decay by a waits
+        # for the pass that adds to it: the first such pass must find the gradient of y divided by a.
+        y_adjoint = [_scaled(g, beta / a, c) for g, c in zip(grads[:size], copy, strict=True)]
+        z_adjoint = [_scaled(g, beta, c) for g, c in zip(grads[size:], copy, strict=True)]
+        initial_needs_grad = any(ctx.needs_input_grad[2 : 2 + size])
+        totals = Totals(len(inputs))
+        with it.f.again(inputs) as by:
+            for step in reversed(range(it.steps)):
+                # copy is y_{n+1}; undo z_{n+1} = a z_n + beta f(y_{n+1})
+                out, vjp, input_grads = _pull_back(it.f, copy, z_adjoint, by)
+                totals.add(input_grads)
+                for h, *tensors in zip(invert_z, out, y_adjoint, vjp, strict=True):
+                    h.invert_adjoint(*tensors)
+                if step == 0:  # the initial state is known: use it, not its reconstruction
+                    for c, x in zip(copy, initial, strict=True):
+                        c.copy_(x)
+                # copy is z_n; undo y_{n+1} = a y_n + beta f(z_n)
+                out, vjp, input_grads = _pull_back(it.f, copy, y_adjoint, by, step > 0 or initial_needs_grad)
+                totals.add(input_grads)
+                if step > 0 or initial_needs_grad:
+                    for h, *tensors in zip(invert_y, out, z_adjoint, vjp, strict=True):
+                        h.invert_adjoint(*tensors)
+
+        initial_grads: list[Tensor | None] = [None] * size
+        if initial_needs_grad:  # z_0 starts both y and z
+            initial_grads = [
+                ((zb + a * yb) / beta).to(x.dtype) for yb, zb, x in zip(y_adjoint, z_adjoint, initial, strict=True)
+            ]
+        return (None, None, *initial_grads, *totals.like(inputs))
+
+
+def _pull_back(
+    f: Evaluation, state: State, seeds: State, by: Sequence[Tensor], by_state: bool = True
+) -> tuple[State, State, Sequence[Tensor | None]]:
+    """f at the state, and the products of the seeds with its Jacobians by the state and by f's inputs."""
+    leaves, out = f(state)
+    targets = [*leaves, *by] if by_state else [*by]
+    sources = [i for i, x in enumerate(out) if x.requires_grad]
+    products: Sequence[Tensor | None] = [None] * len(targets)
+    if sources and targets:
+        products = torch.autograd.grad(
+            [out[i] for i in sources], targets, [seeds[i].to(out[i].dtype) for i in sources], allow_unused=True
+        )
+    split = len(targets) - len(by)
+    vjp = [torch.zeros_like(x) if g is None else g for g, x in zip(products[:split], leaves, strict=False)]
+    return [x.detach() for x in out], vjp, products[split:]
+
+
+class Totals:
+    """Sums of gradients, in float32 or better: in bfloat16 they would be off by half a percent."""
+
+    def __init__(self, count: int) -> None:
+        self._totals: list[Tensor | None] = [None] * count
+
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        sums, addends = [], []
+        for i, grad in enumerate(grads):
+            total = self._totals[i]
+            if grad is None:
+                continue
+            if total is None:  # copied: a gradient may share memory with a seed or with another gradient
+                wide = torch.promote_types(grad.dtype, torch.float32)
+                self._totals[i] = grad.to(wide, copy=True)
+            else:
+                sums.append(total)
+                addends.append(grad)
+        if sums:
+            torch._foreach_add_(sums, addends)
+
+    def like(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        return [t if t is None else t.to(x.dtype) for t, x in zip(self._totals, tensors, strict=True)]
+
+
+def _has_arrived(it: Iteration) -> bool:
+    assert it.norms is not None
+    residual = relative_change(*it.norms.tolist())
+    if not math.isfinite(residual):
+        raise FloatingPointError(
+            f"the state is not finite after step {it.steps} of at most {it.max_steps} (beta = {it.beta:.6g}): "
+            "f returns NaN or infinity, or the iteration diverges; try a smaller beta, or an f that contracts"
+        )
+    return it.tol is not None and residual <= it.tol
+
+
+def relative_change(change: float, value: float) -> float:
+    return math.sqrt(change) / (math.sqrt(value) + NORM_FLOOR)
+
+
+def _widened(state: State) -> State:
+    return [x.to(torch.float64, copy=True) for x in state]
+
+
+def _scaled(grad: Tensor | None, factor: float, like: Tensor) -> Tensor:
+    wide = torch.promote_types(like.dtype, torch.float32)
+    if grad is None:
+        return torch.zeros_like(like, dtype=wide)
+    return torch.empty_like(like, dtype=wide).copy_(grad).mul_(factor)
+
+
+def _graph_is_kept() -> bool:
+    """Whether this backward pass runs with retain_graph=True, so that the saved state may not be consumed."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()

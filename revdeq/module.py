@@ -1,0 +1,47 @@
+"""revdeq.RevDEQ: the reversible equilibrium as a layer."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from .solve import checked_beta, checked_max_steps, checked_tol, solve
+
+
+class Last(NamedTuple):
+    """What the last call of a layer did."""
+
+    steps: int
+    nfe: int
+    residual: Tensor
+
+
+class RevDEQ(nn.Module):
+    """A layer whose output is z = f(z, x), found by `revdeq.solve`, which documents the arguments.
+
+    last: steps, nfe and residual of the last call.
+    """
+
+    last: Last | None
+
+    def __init__(
+        self, f: Callable[..., Any], beta: float = 0.5, max_steps: int = 8, tol: float | None = None
+    ) -> None:
+        super().__init__()
+        self.f = f
+        self.beta, self.max_steps, self.tol = beta, max_steps, tol
+        checked_beta(beta), checked_max_steps(max_steps), checked_tol(tol)
+        self.last = None
+
+    def forward(self, x: Any, *args: Any, z0: Any = None) -> Any:
+        """The fixed point of f(., x, *args), starting from z0 or, by default, from zeros shaped like x."""
+        if z0 is None:
+            z0 = tree_map(lambda t: torch.zeros_like(t, requires_grad=False), x)
+        solution = solve(self.f, z0, x, *args, beta=self.beta, max_steps=self.max_steps, tol=self.tol)
+        self.last = Last(solution.steps, solution.nfe, solution.residual)
+        return solution.z
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, max_steps={self.max_steps}, tol={self.tol}"

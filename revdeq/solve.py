@@ -1,0 +1,141 @@
+"""revdeq.solve: the fixed point of f by the reversible iteration, with exact gradients in constant memory."""
+
+import ctypes
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
+from . import kernels
+from .adjoint import NORM_FLOOR, Iteration, Reversible
+from .evaluate import DTYPES, Evaluation
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The result of `revdeq.solve`.
+
+    z, y: the final states, shaped like z0, in z0's dtype, differentiable.
+    steps: the number of steps that were taken.
+    residual: the relative change ‖z_N - z_{N-1}‖ / (‖z_N‖ + 1e-5) of the last step, a 0-d tensor. Reading it
+        may wait for the device.
+    beta: the beta that was used: the one asked for, rounded to float32.
+    """
+
+    z: Any
+    y: Any
+    steps: int
+    residual: Tensor
+    beta: float
+
+    @property
+    def nfe(self) -> int:
+        """Evaluations of f in the forward pass."""
+        return 2 * self.steps
+
+
+def solve(
+    f: Callable[..., Any],
+    z0: Any,
+    *args: Any,
+    beta: float = 0.5,
+    max_steps: int = 8,
+    tol: float | None = None,
+) -> Solution:
+    """Find z = f(z, *args) by the reversible fixed-point iteration (equation 5 of the paper)
+
+        y' = (1 - beta) y + beta f(z)        z' = (1 - beta) z + beta f(y')
+
+    from y = z = z0. The backward pass inverts each step, so its memory does not grow with `max_steps`, and
+    the gradient is that of the very iteration that ran.
+
+    f: a module or any callable. It returns something shaped like z, and it must compute the same when it is
+        called again with the same input. Its input is only lent to it: clone what should outlive the call.
+    z0: a tensor, or a nested tuple, list or dict of tensors, of dtype float32, float64, bfloat16 or float16,
+        which is the dtype that f sees. The states of the solver are float64 whatever f computes in.
+    args: passed on to f. Gradients reach z0, tensors in args, the parameters of f and tensors that f closes
+        over.
+    beta: the relaxation, in (0, 2) and not 1. The iteration converges if f contracts with a constant k and
+        beta < 2 / (1 + k). It is rounded to float32 once, which makes beta * f exact in float64.
+    max_steps: the number of steps N, each of which evaluates f twice.
+    tol: None takes exactly `max_steps` steps and never waits for the device. With tol > 0 the iteration stops
+        after the first step whose relative change, `Solution.residual`, is at most tol.
+
+    Memory beside f's own: 28 bytes per element in float32, whatever `max_steps` is. A z0 or an output of f
+    that is not laid out densely and in the same order costs one more pass over it.
+    """
+    beta = checked_beta(beta)
+    max_steps = checked_max_steps(max_steps)
+    tol = checked_tol(tol)
+    initial, spec = checked_state(z0)
+    device = initial[0].device
+
+    evaluation = Evaluation(f, spec, args, device)
+    half_step = kernels.half_step(device)
+    first = evaluation.first([x.detach().clone() for x in initial], any(x.requires_grad for x in initial))
+    it = Iteration(evaluation, first, beta, max_steps, tol, half_step)
+    del first
+    last = Reversible.apply(it, len(initial), *initial, *evaluation.inputs)
+
+    y, z = last[: len(initial)], last[len(initial) :]
+    change, value = it.norms.sqrt()
+    return Solution(
+        z=tree_unflatten(z, spec),
+        y=tree_unflatten(y, spec),
+        steps=it.steps,
+        residual=change / (value + NORM_FLOOR),
+        beta=beta,
+    )
+
+
+def checked_beta(beta: float) -> float:
+    rounded = ctypes.c_float(beta).value
+    if not 0 < rounded < 2 or rounded == 1:
+        raise ValueError(
+            f"beta = {beta!r} must lie in (0, 2) and not be 1, also after rounding to float32: 1 - beta is what the "
+            "backward pass divides by; 0.5 to 0.9 work well"
+        )
+    return rounded
+
+
+def checked_max_steps(max_steps: int) -> int:
+    try:
+        steps = operator.index(max_steps)
+    except TypeError:
+        raise TypeError(f"max_steps = {max_steps!r} must be an integer of at least 1") from None
+    if steps < 1:
+        raise ValueError(f"max_steps = {max_steps!r} must be at least 1: a step evaluates f twice")
+    return steps
+
+
+def checked_tol(tol: float | None) -> float | None:
+    if tol is not None and not (tol > 0 and math.isfinite(tol)):
+        raise ValueError(f"tol = {tol!r} must be positive and finite, or None to take exactly max_steps steps")
+    return tol
+
+
+def checked_state(z0: Any) -> tuple[list[Tensor], Any]:
+    """The tensors of z0, and its structure."""
+    paths, spec = tree_flatten_with_path(z0)
+    if not paths:
+        raise ValueError(f"z0 = {z0!r} has no tensor in it")
+    leaves = []
+    for path, x in paths:
+        name = f"z0{keystr(path)}"
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}: it must be a tensor (or a tuple, list or dict of tensors)")
+        if x.dtype not in DTYPES:
+            raise TypeError(
+                f"{name} is {x.dtype}: it must be float32, float64, bfloat16 or float16; convert it, e.g. {name}.float()"
+            )
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} has layout {x.layout}: it must be dense; convert it with {name}.to_dense()")
+        if x.device != paths[0][1].device:
+            raise ValueError(f"{name} is on {x.device} and the first tensor of z0 on {paths[0][1].device}: use one device")
+        leaves.append(x)
+    return leaves, spec

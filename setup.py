@@ -1,0 +1,61 @@
+"""Packages `kernels/` as `revdeq.kernels`, and compiles its C kernel where there is a compiler.
+
+torch is not imported: a build in isolation has none, and the C kernel does not depend on it.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CCompilerError, CompileError
+
+ROOT = Path(__file__).parent
+
+
+class BuildKernel(build_ext):
+    """cpu.c is a plain shared library, not a Python module: ctypes loads it."""
+
+    def build_extension(self, ext):
+        if self.compiler.compiler_type == "msvc":
+            ext.extra_compile_args = ["/O2", "/fp:precise"]
+            return super().build_extension(ext)
+        # Contraction into multiply-adds would change the bits.
+        flags = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+        # Only on Linux does torch's wheel share its OpenMP runtime under the name the compiler links.
+        attempts = [["-fopenmp"], ["-fopenmp-simd"], []] if sys.platform == "linux" else [["-fopenmp-simd"], []]
+        for openmp in attempts:
+            ext.extra_compile_args, ext.extra_link_args = flags + openmp, openmp
+            try:
+                return super().build_extension(ext)
+            except (CCompilerError, CompileError):
+                if openmp == attempts[-1]:
+                    raise
+
+    def get_export_symbols(self, ext):
+        return ext.export_symbols
+
+
+setup(
+    name="revdeq",
+    version=re.search(r'__version__ = "(.+)"', (ROOT / "revdeq/__init__.py").read_text()).group(1),
+    description="Reversible deep equilibrium models: exact gradients in constant memory",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    install_requires=["torch>=2.6", 'triton>=3.2; platform_system == "Linux" and platform_machine == "x86_64"'],
+    extras_require={
+        "demo": ["matplotlib", "scikit-learn", "tqdm"],
+        "test": ["hypothesis", "numpy", "pytest", "pytest-benchmark"],
+        "lint": ["mypy", "ruff"],
+    },
+    packages=["revdeq", "revdeq.kernels"],
+    package_dir={"revdeq": "revdeq", "revdeq.kernels": "kernels"},
+    package_data={"revdeq": ["py.typed"], "revdeq.kernels": ["cpu.c"]},
+    ext_modules=[Extension("revdeq.kernels._cpu", ["kernels/cpu.c"], optional=True)],
+    cmdclass={"build_ext": BuildKernel},
+    zip_safe=False,
+)
