@@ -47,8 +47,8 @@ def _relax_kernel(
     p_f += start
     p_copy += start
     o_lane = tl.arange(0, LANES)
-    b_change = tl.zeros((LANES,), tl.float64)
-    b_value = tl.zeros((LANES,), tl.float64)
+    b_change = tl.full((LANES,), 0.0, tl.float64)
+    b_value = tl.full((LANES,), 0.0, tl.float64)
     if start + ROWS * LANES <= n:
         for row in tl.static_range(ROWS):
             b_step, b_next = _relax_row(p_state, p_f, p_copy, row * LANES + o_lane, None, A, BETA)

@@ -71,8 +71,8 @@ def _bind(state: Tensor, copy: Tensor, beta: float, **others: Tensor) -> HalfSte
         raise TypeError(f"state is {state.dtype}: it must be torch.float64")
     if not 0 < beta < 2 or beta == 1:
         raise ValueError(f"beta is {beta}: it must be in (0, 2) and not 1, where the step has no inverse")
-    if not state.is_non_overlapping_and_dense() if hasattr(state, "is_non_overlapping_and_dense") else False:
-        raise ValueError("state")
+    if not torch.ops.aten.is_non_overlapping_and_dense(state):
+        raise ValueError(f"state has shape {tuple(state.shape)} and strides {state.stride()}: it must be dense")
     for name, x in {"copy": copy, **others}.items():
         if x.shape != state.shape or x.device != state.device:
             raise ValueError(
