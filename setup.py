@@ -52,7 +52,7 @@ setup(
         "test": ["hypothesis", "numpy", "pytest", "pytest-benchmark"],
         "lint": ["mypy", "ruff"],
     },
-    packages=["revdeq", "revdeq.kernels"],
+    packages=["revdeq", "revdeq.kernels", "revdeq.models"],
     package_dir={"revdeq": "revdeq", "revdeq.kernels": "kernels"},
     package_data={"revdeq": ["py.typed"], "revdeq.kernels": ["cpu.c"]},
     ext_modules=[Extension("revdeq.kernels._cpu", ["kernels/cpu.c"], optional=True)],

@@ -129,7 +129,7 @@ class HalfStep(reference.HalfStep):
         self._launch(_relax_kernel, self.in_order(f), self.copy, None, NORMS=False)
 
     def relax_norms(self, f: Tensor) -> Tensor:
-        partial = self.empty_partial_sums()
+        partial = self.partial_sums()
         self._launch(_relax_kernel, self.in_order(f), self.copy, partial, NORMS=True, ROWS=reference.ROWS)
         return partial
 

@@ -68,6 +68,8 @@ class HalfStep:
 
     def __init__(self, state: Tensor, copy: Tensor, beta: float) -> None:
         self.state, self.copy, self.beta = state, copy, beta
+        self._stride = state.stride()
+        self._partial: Tensor | None = None
 
     def relax(self, f: Tensor) -> None:
         relax(self.state, f, self.copy, self.beta)
@@ -84,9 +86,12 @@ class HalfStep:
     def in_order(self, x: Tensor) -> Tensor:
         """x with its elements in the same places as the state's: x itself, or, at the cost of one more
         pass over memory, a copy."""
-        if x.stride() == self.state.stride() or x.numel() < 2:
+        if x.stride() == self._stride:
             return x
         return torch.empty_like(self.state, dtype=x.dtype).copy_(x)
 
-    def empty_partial_sums(self) -> Tensor:
-        return self.state.new_empty((2, chunk_count(self.state), LANES))
+    def partial_sums(self) -> Tensor:
+        """The memory that `relax_norms` writes to and returns: the next call writes to it again."""
+        if self._partial is None:
+            self._partial = self.state.new_empty((2, chunk_count(self.state), LANES))
+        return self._partial

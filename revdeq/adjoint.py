@@ -28,11 +28,11 @@ State = list[Tensor]
 
 @dataclass
 class Iteration:
-    """What to iterate: f, and f at the initial state. After the forward pass: the steps that were taken and
-    the squared 2-norms of the last change of z and of z."""
+    """What to iterate: f, a copy of the initial state, and f there. After the forward pass: the steps that
+    were taken and the squared 2-norms of the last change of z and of z."""
 
     f: Evaluation
-    first: State
+    start: tuple[State, State]
     beta: float
     max_steps: int
     tol: float | None
@@ -51,13 +51,13 @@ class Reversible(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, it: Iteration, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         initial = tensors[:size]
-        y_copy, z_copy = [x.detach().clone() for x in initial], [x.detach().clone() for x in initial]
-        y, z = _widened(y_copy), _widened(z_copy)
+        (z_copy, f_z), it.start = it.start, ([], [])  # given away: the copy becomes an output, which holds `it`
+        y_copy = [torch.empty_like(c) for c in z_copy]
+        y, z = _widened(initial, z_copy), _widened(initial, z_copy)
         relax_y, relax_z = it.bind(y, y_copy), it.bind(z, z_copy)
         # Where a look at the norms does not wait for a device, divergence is reported at once.
         look = it.tol is not None or initial[0].device.type == "cpu"
 
-        f_z, it.first = it.first, []
         for step in range(1, it.max_steps + 1):
             for half_step, out in zip(relax_y, f_z, strict=True):
                 half_step.relax(out)
@@ -184,8 +184,8 @@ def relative_change(change: float, value: float) -> float:
     return math.sqrt(change) / (math.sqrt(value) + NORM_FLOOR)
 
 
-def _widened(state: State) -> State:
-    return [x.to(torch.float64, copy=True) for x in state]
+def _widened(state: Sequence[Tensor], like: State) -> State:
+    return [torch.empty_like(c, dtype=torch.float64).copy_(x) for x, c in zip(state, like, strict=True)]
 
 
 def _scaled(grad: Tensor | None, factor: float, like: Tensor) -> Tensor:

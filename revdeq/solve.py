@@ -77,9 +77,10 @@ def solve(
 
     evaluation = Evaluation(f, spec, args, device)
     half_step = kernels.half_step(device)
-    first = evaluation.first([x.detach().clone() for x in initial], any(x.requires_grad for x in initial))
-    it = Iteration(evaluation, first, beta, max_steps, tol, half_step)
-    del first
+    copy = [x.detach().clone() for x in initial]
+    first = evaluation.first(copy, any(x.requires_grad for x in initial))
+    it = Iteration(evaluation, (copy, first), beta, max_steps, tol, half_step)
+    del copy, first
     last = Reversible.apply(it, len(initial), *initial, *evaluation.inputs)
 
     y, z = last[: len(initial)], last[len(initial) :]
