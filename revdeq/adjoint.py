@@ -55,8 +55,7 @@ class Reversible(torch.autograd.Function):
         y_copy = [torch.empty_like(c) for c in z_copy]
         y, z = _widened(initial, z_copy), _widened(initial, z_copy)
         relax_y, relax_z = it.bind(y, y_copy), it.bind(z, z_copy)
-        # Where a look at the norms does not wait for a device, divergence is reported at once.
-        look = it.tol is not None or initial[0].device.type == "cpu"
+        look = it.tol is not None or _can_look(initial[0])
 
         for step in range(1, it.max_steps + 1):
             for half_step, out in zip(relax_y, f_z, strict=True):
@@ -76,7 +75,7 @@ class Reversible(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *y, *z)
         for wide, copy in zip(y, y_copy, strict=True):
-            if copy._version > 0:  # f changed its input in place
+            if copy.is_inference() or copy._version > 0:  # f changed its input in place, or may have
                 copy.copy_(wide)
         return (*y_copy, *z_copy)
 
@@ -167,6 +166,11 @@ class Totals:
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         return [t if t is None else t.to(x.dtype) for t, x in zip(self._totals, tensors, strict=True)]
+
+
+def _can_look(state: Tensor) -> bool:
+    """Whether the norms can be read without waiting for a device: then divergence is reported at once."""
+    return state.device.type == "cpu"
 
 
 def _has_arrived(it: Iteration) -> bool:

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from revdeq.kernels import backends, cpu, reference
+from revdeq.kernels import backends, cpu
 
 
 def interpreted_gpu_module() -> ModuleType:
@@ -57,3 +57,15 @@ def half_step(request):
     if torch.cuda.is_available():
         return backends.gpu.HalfStep, torch.device("cuda")
     return interpreted_gpu_module().HalfStep, torch.device("cpu")
+
+
+@pytest.fixture(params=["cpu", "triton"])
+def backend(request, monkeypatch):
+    """A backend to force, on CPU tensors."""
+    if request.param == "cpu" and cpu.library is None:
+        pytest.skip("the C kernel was not built: no C compiler")
+    if request.param == "triton":
+        if backends.gpu is None:
+            pytest.skip("Triton is not installed")
+        monkeypatch.setattr(backends, "gpu", interpreted_gpu_module())
+    return request.param
