@@ -20,7 +20,8 @@ class BuildKernel(build_ext):
     def build_extension(self, ext):
         if self.compiler.compiler_type == "msvc":
             ext.extra_compile_args = ["/O2", "/fp:precise"]
-            return super().build_extension(ext)
+            super().build_extension(ext)
+            return
         # Contraction into multiply-adds would change the bits.
         flags = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
         # Only on Linux does torch's wheel share its OpenMP runtime under the name the compiler links.
@@ -28,7 +29,8 @@ class BuildKernel(build_ext):
         for openmp in attempts:
             ext.extra_compile_args, ext.extra_link_args = flags + openmp, openmp
             try:
-                return super().build_extension(ext)
+                super().build_extension(ext)
+                return
             except (CCompilerError, CompileError):
                 if openmp == attempts[-1]:
                     raise

@@ -49,7 +49,9 @@ def half_step(device: torch.device) -> type[reference.HalfStep]:
                 "backend 'cpu' is forced, but the C kernel was not built: install a C compiler and reinstall revdeq"
             )
         if device.type != "cpu":
-            raise RuntimeError(f"backend 'cpu' is forced, but it cannot run on {device.type} tensors: move them to the CPU")
+            raise RuntimeError(
+                f"backend 'cpu' is forced, but it cannot run on {device.type} tensors: move them to the CPU"
+            )
         return cpu.HalfStep
     if name is None and device.type == "cpu" and cpu.library is not None:
         return cpu.HalfStep

@@ -2,8 +2,8 @@
 
 import ctypes
 import importlib.util
-from typing import Any
 from ctypes import c_double, c_int, c_int32, c_int64, c_void_p
+from typing import Any
 
 import torch  # before the library: it brings the OpenMP runtime that the library shares
 from torch import Tensor, get_num_threads

@@ -9,6 +9,7 @@ Backward, the half-steps are undone in the opposite order (equation 6) while the
 alive at a time.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +63,8 @@ class Reversible(torch.autograd.Function):
                 half_step.relax(out)
             f_y = it.f.value(y_copy)
             if look or step == it.max_steps:
-                it.norms = sum(h.relax_norms(out).sum((1, 2)) for h, out in zip(relax_z, f_y, strict=True))
+                partial = [h.relax_norms(out).sum((1, 2)) for h, out in zip(relax_z, f_y, strict=True)]
+                it.norms = functools.reduce(torch.add, partial)
             else:
                 for half_step, out in zip(relax_z, f_y, strict=True):
                     half_step.relax(out)

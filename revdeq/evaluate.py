@@ -30,7 +30,9 @@ class Evaluation:
     inputs: what f depends on beside its state: tensors in `args`, then those found by `first`.
     """
 
-    def __init__(self, f: Callable[..., Any], state_spec: TreeSpec, args: tuple[Any, ...], device: torch.device) -> None:
+    def __init__(
+        self, f: Callable[..., Any], state_spec: TreeSpec, args: tuple[Any, ...], device: torch.device
+    ) -> None:
         self.f, self.state_spec = f, state_spec
         self.graph = torch.is_grad_enabled()
         self.inputs: list[Tensor] = []
@@ -92,7 +94,9 @@ class Evaluation:
         for i, (out, x) in enumerate(zip(outputs, state, strict=True)):
             name = "f's output" if len(outputs) == 1 else f"f's output (leaf {i} of {len(outputs)})"
             if not isinstance(out, Tensor):
-                raise TypeError(f"{name} is a {type(out).__name__}: it must be a tensor shaped like z0, {tuple(x.shape)}")
+                raise TypeError(
+                    f"{name} is a {type(out).__name__}: it must be a tensor shaped like z0, {tuple(x.shape)}"
+                )
             if out.shape != x.shape:
                 raise ValueError(f"{name} has shape {tuple(out.shape)}: it must be shaped like z0, {tuple(x.shape)}")
             if out.device != x.device:
@@ -128,6 +132,7 @@ class Search(TorchFunctionMode):
     def __init__(self, known: Sequence[Tensor], f_input: Tensor) -> None:
         super().__init__()
         self._known = {id(x) for x in known}
+        assert f_input.grad_fn is not None
         self._start = f_input.grad_fn._sequence_nr()
         self._candidates: dict[int, Tensor] = {}
 
@@ -149,11 +154,11 @@ class Search(TorchFunctionMode):
                 self._candidates[id(x)] = x
         made = {(x.grad_fn, x.output_nr): x for x in self._candidates.values() if not x.is_leaf}
         reached: dict[int, Tensor] = {}
-        edges = [(x.grad_fn, x.output_nr) for x in outputs if x.grad_fn is not None]
+        edges: list[tuple[Any, int]] = [(x.grad_fn, x.output_nr) for x in outputs]
         reached.update((id(x), x) for x in outputs if x.requires_grad and x.is_leaf)
         visited = set()
         while edges:
-            node, output_nr = edge = edges.pop()
+            node, _ = edge = edges.pop()
             if node is None or edge in visited:
                 continue
             visited.add(edge)

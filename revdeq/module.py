@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from .solve import checked_beta, checked_max_steps, checked_tol, solve
+from .solve import checked_beta, checked_f, checked_max_steps, checked_tol, solve
 
 
 class Last(NamedTuple):
@@ -26,13 +26,11 @@ class RevDEQ(nn.Module):
 
     last: Last | None
 
-    def __init__(
-        self, f: Callable[..., Any], beta: float = 0.5, max_steps: int = 8, tol: float | None = None
-    ) -> None:
+    def __init__(self, f: Callable[..., Any], beta: float = 0.5, max_steps: int = 8, tol: float | None = None) -> None:
         super().__init__()
+        checked_f(f), checked_beta(beta), checked_max_steps(max_steps), checked_tol(tol)
         self.f = f
         self.beta, self.max_steps, self.tol = beta, max_steps, tol
-        checked_beta(beta), checked_max_steps(max_steps), checked_tol(tol)
         self.last = None
 
     def forward(self, x: Any, *args: Any, z0: Any = None) -> Any:

@@ -5,6 +5,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ def solve(
     Memory beside f's own: 28 bytes per element in float32, whatever `max_steps` is. A z0 or an output of f
     that is not laid out densely and in the same order costs one more pass over it.
     """
+    checked_f(f)
     beta = checked_beta(beta)
     max_steps = checked_max_steps(max_steps)
     tol = checked_tol(tol)
@@ -84,6 +86,7 @@ def solve(
     last = Reversible.apply(it, len(initial), *initial, *evaluation.inputs)
 
     y, z = last[: len(initial)], last[len(initial) :]
+    assert it.norms is not None
     change, value = it.norms.sqrt()
     return Solution(
         z=tree_unflatten(z, spec),
@@ -94,8 +97,16 @@ def solve(
     )
 
 
+def checked_f(f: Any) -> Callable[..., Any]:
+    if not callable(f):
+        raise TypeError(f"f = {f!r} must be callable: a module, or a function f(z, *args)")
+    return f
+
+
 def checked_beta(beta: float) -> float:
-    rounded = ctypes.c_float(beta).value
+    if not isinstance(beta, Real):
+        raise TypeError(f"beta = {beta!r} must be a number in (0, 2) and not 1")
+    rounded = ctypes.c_float(float(beta)).value
     if not 0 < rounded < 2 or rounded == 1:
         raise ValueError(
             f"beta = {beta!r} must lie in (0, 2) and not be 1, also after rounding to float32: 1 - beta is what the "
@@ -115,9 +126,13 @@ def checked_max_steps(max_steps: int) -> int:
 
 
 def checked_tol(tol: float | None) -> float | None:
-    if tol is not None and not (tol > 0 and math.isfinite(tol)):
+    if tol is None:
+        return None
+    if not isinstance(tol, Real):
+        raise TypeError(f"tol = {tol!r} must be a number, or None to take exactly max_steps steps")
+    if not (tol > 0 and math.isfinite(tol)):
         raise ValueError(f"tol = {tol!r} must be positive and finite, or None to take exactly max_steps steps")
-    return tol
+    return float(tol)
 
 
 def checked_state(z0: Any) -> tuple[list[Tensor], Any]:
@@ -129,14 +144,18 @@ def checked_state(z0: Any) -> tuple[list[Tensor], Any]:
     for path, x in paths:
         name = f"z0{keystr(path)}"
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}: it must be a tensor (or a tuple, list or dict of tensors)")
+            raise TypeError(
+                f"{name} is a {type(x).__name__}: it must be a tensor (or a tuple, list or dict of tensors)"
+            )
         if x.dtype not in DTYPES:
             raise TypeError(
-                f"{name} is {x.dtype}: it must be float32, float64, bfloat16 or float16; convert it, e.g. {name}.float()"
+                f"{name} is {x.dtype}: it must be float32, float64, bfloat16 or float16; use {name}.float()"
             )
         if x.layout != torch.strided:
             raise TypeError(f"{name} has layout {x.layout}: it must be dense; convert it with {name}.to_dense()")
         if x.device != paths[0][1].device:
-            raise ValueError(f"{name} is on {x.device} and the first tensor of z0 on {paths[0][1].device}: use one device")
+            raise ValueError(
+                f"{name} is on {x.device} and the first tensor of z0 on {paths[0][1].device}: use one device"
+            )
         leaves.append(x)
     return leaves, spec

@@ -5,7 +5,6 @@ from types import ModuleType
 
 import pytest
 import torch
-
 from revdeq.kernels import backends, cpu
 
 

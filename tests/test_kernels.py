@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-
 from revdeq.kernels import reference
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -17,7 +16,9 @@ def same_bits(a, b):
     integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
     a, b = a.cpu(), b.cpu()
     different = (a.view(integer) != b.view(integer)) & ~(a.isnan() & b.isnan())
-    assert not different.any(), f"{different.sum()} of {a.numel()} differ, e.g. {a[different][:3]} and {b[different][:3]}"
+    assert not different.any(), (
+        f"{different.sum()} of {a.numel()} differ, e.g. {a[different][:3]} and {b[different][:3]}"
+    )
 
 
 def wide_range(shape, dtype, device, seed=0):

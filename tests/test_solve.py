@@ -58,7 +58,7 @@ def test_an_affine_map_has_its_closed_form_and_gradient():
 
 
 def test_a_rotation_needs_the_damping():
-    """A rotation by 90 degrees is not a contraction: undamped iteration goes round for ever, and beta = .5 converges."""
+    """A turn by 90 degrees is no contraction: undamped iteration goes round for ever, beta = .5 converges."""
 
     def turn(z):
         return torch.stack([-z[1], z[0]]) + 1

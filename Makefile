@@ -1,0 +1,31 @@
+# Each target sets up what it needs in .venv, once. All it takes is python3 with venv; a C compiler is used if there is one.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: test demo bench lint clean
+
+test: .venv/installed
+	$(BIN)/python -m pytest -q
+
+demo: .venv/installed
+	$(BIN)/python -m revdeq demo
+
+bench: .venv/installed
+	$(BIN)/python -m pytest bench -q --benchmark-disable-gc
+	$(BIN)/python bench/step.py
+
+lint: .venv/installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	rm -rf .venv/types && mkdir -p .venv/types/revdeq
+	ln -s $(CURDIR)/revdeq/* .venv/types/revdeq && ln -s $(CURDIR)/kernels .venv/types/revdeq/kernels
+	cd .venv/types && ../bin/mypy --config-file $(CURDIR)/pyproject.toml -p revdeq
+
+.venv/installed: setup.py pyproject.toml .ci/constraints.txt kernels/cpu.c
+	@echo "Setting up .venv (torch is large: this takes a minute or two) ..."
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[demo,test,lint]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info kernels/*.so kernels/*.pyd

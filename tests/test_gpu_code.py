@@ -1,0 +1,86 @@
+"""What the compiler makes of the Triton kernels, for GPUs that need not be here."""
+
+import contextlib
+import re
+import struct
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+from revdeq.kernels import gpu  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, make_backend  # noqa: E402
+from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
+
+BETA = torch.tensor(0.8, dtype=torch.float32).item()
+TARGETS = {
+    **{f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (75, 80, 90, 100, 120)},
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+@contextlib.contextmanager
+def compiling(target, monkeypatch):
+    """Launches compile for the target, specialised by Triton's own binder, and run nothing."""
+    backend, compiled = make_backend(target), []
+
+    def run(kernel, *args, grid, warmup=False, **kwargs):
+        binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, specialization, options = binder(*args, **kwargs)
+        options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
+        source = ASTSource(kernel, signature, constants, attributes)
+        compiled.append(triton.compile(source, target=target, options=options.__dict__))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", run)
+        patch.setattr(gpu, "_warp_size", lambda device: target.warp_size)
+        yield compiled
+
+
+def launch(operation, dtype, n=100_003):
+    half_step = gpu.HalfStep(torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=dtype), BETA)
+    wide = torch.promote_types(dtype, torch.float32)
+    extra = (torch.zeros(n, dtype=wide), torch.zeros(n, dtype=dtype)) if operation == "invert_adjoint" else ()
+    getattr(half_step, operation)(torch.zeros(n, dtype=dtype), *extra)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("operation", ["relax", "relax_norms", "invert", "invert_adjoint"])
+def test_no_shared_memory_no_barrier_no_spill_and_beta_in_float64(target, operation, monkeypatch):
+    with compiling(TARGETS[target], monkeypatch) as compiled:
+        launch(operation, torch.float32)
+    (kernel,) = compiled
+    assert kernel.metadata.shared == 0
+    if target.startswith("gfx"):
+        text = kernel.asm["amdgcn"]
+        assert "s_barrier" not in text
+        assert re.search(r"vgpr_spill_count: +0\b", text) and re.search(r"sgpr_spill_count: +0\b", text)
+        assert re.search(r"global_load_dwordx4|buffer_load_dwordx4", text)
+        return
+    text = kernel.asm["ptx"]
+    assert "bar." not in text and ".local" not in text
+    assert "fma.rn.f" not in text, "a contracted multiply-add changes the bits"
+    assert re.search(r"(ld\.global|st\.global)\.v2\.b64", text), "float64 moves in 16-byte accesses"
+    beta, a = (f"0d{struct.pack('>d', x).hex().upper()}" for x in (BETA, 1 - BETA))
+    assert beta in text and a in text
+    if operation == "relax":
+        assert len(re.findall(r"\bdiv\.", text)) == 0
+
+
+def test_a_power_of_two_is_multiplied_and_not_divided(monkeypatch):
+    with compiling(TARGETS["sm_90"], monkeypatch) as compiled:
+        for beta in (0.5, 1.5, 0.8):
+            gpu.HalfStep(torch.zeros(4096, dtype=torch.float64), torch.zeros(4096), beta).invert(torch.zeros(4096))
+    assert ["div.rn.f64" in kernel.asm["ptx"] for kernel in compiled] == [False, False, True]
+
+
+def test_a_chunk_begins_at_a_64_bit_offset(monkeypatch):
+    """So that there may be more than 2^31 elements."""
+    with compiling(TARGETS["sm_90"], monkeypatch) as compiled:
+        for operation in ("relax", "relax_norms", "invert_adjoint"):
+            launch(operation, torch.float32)
+    for kernel in compiled:
+        products = re.findall(r"arith\.(?:muli|shli) .* : (\w+)", kernel.asm["ttir"])
+        assert products and set(products) == {"i64"}

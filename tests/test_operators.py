@@ -1,0 +1,102 @@
+"""The half-steps as registered operators, for those who call or trace them."""
+
+import pytest
+import torch
+from revdeq.kernels import reference
+
+import revdeq
+from revdeq import kernels
+
+
+def arguments(operation, shape=(33, 7), dtype=torch.float32, permuted=False):
+    def tensor(dtype):
+        x = torch.randn(shape, dtype=torch.float64).to(dtype)
+        return x.t().contiguous().t() if permuted else x
+
+    state, f, copy = tensor(torch.float64), tensor(dtype), tensor(dtype)
+    extra = (tensor(torch.promote_types(dtype, torch.float32)), tensor(dtype)) if operation == "invert_adjoint" else ()
+    return (state, f, copy, *extra, 0.5)
+
+
+OPERATIONS = ("relax", "relax_norms", "invert", "invert_adjoint")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(operation, permuted, dtype):
+    torch.library.opcheck(getattr(torch.ops.revdeq, operation).default, arguments(operation, (33, 7), dtype, permuted))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operator_is_the_reference(operation):
+    args = arguments(operation)
+    ours, theirs = [x.clone() for x in args[:-1]], [x.clone() for x in args[:-1]]
+    returned = getattr(kernels, operation)(*ours, 0.5)
+    expected = getattr(reference, operation)(*theirs, 0.5)
+    assert all(map(torch.equal, ours, theirs))
+    assert returned is expected is None or torch.equal(returned, expected)
+
+
+def test_operators_can_be_compiled_into_one_graph():
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(state, f, copy):
+        kernels.relax(state, f * 2, copy, 0.5)
+        return copy + 1
+
+    state, f, copy, _ = arguments("relax")
+    expected = 0.5 * state + 0.5 * (2 * f).double()
+    assert torch.equal(step(state, f, copy), expected.float() + 1)
+    assert torch.equal(state, expected)
+
+
+def test_bad_arguments_are_named():
+    state, f, copy = torch.zeros(4, dtype=torch.float64), torch.zeros(4), torch.zeros(4)
+    adjoint, vjp = torch.zeros(4), torch.zeros(4)
+    with pytest.raises(TypeError, match="state is torch.float32: it must be torch.float64"):
+        kernels.relax(torch.zeros(4), f, copy, 0.5)
+    with pytest.raises(ValueError, match=r"f has shape \(5,\).*\(4,\)"):
+        kernels.relax(state, torch.zeros(5), copy, 0.5)
+    with pytest.raises(TypeError, match="f is torch.int64"):
+        kernels.invert(state, f.long(), copy, 0.5)
+    with pytest.raises(ValueError, match="beta is 1.0"):
+        kernels.relax_norms(state, f, copy, 1.0)
+    with pytest.raises(ValueError, match="copy has strides"):
+        kernels.relax(state.view(2, 2), f.view(2, 2), copy.view(2, 2).t(), 0.5)
+    with pytest.raises(ValueError, match="state has shape .* must be dense"):
+        kernels.relax(torch.zeros(8, dtype=torch.float64)[::2], f, copy, 0.5)
+    with pytest.raises(TypeError, match="adjoint is torch.float64 and vjp is torch.float32.*must be torch.float32"):
+        kernels.invert_adjoint(state, f, copy, adjoint.double(), vjp, 0.5)
+    with pytest.raises(ValueError, match="adjoint has strides"):
+        kernels.invert_adjoint(*(x.view(2, 2) for x in (state, f, copy)), adjoint.view(2, 2).t(), vjp.view(2, 2), 0.5)
+
+
+def test_a_backend_that_is_not_there_is_an_error(monkeypatch):
+    with pytest.raises(ValueError, match="backend.name. is 'cuda': expected one of 'triton', 'cpu', 'reference'"):
+        with kernels.backend("cuda"):
+            pass
+    monkeypatch.setenv("REVDEQ_BACKEND", "c")
+    with pytest.raises(ValueError, match="REVDEQ_BACKEND is 'c'"):
+        revdeq.solve(torch.cos, torch.zeros(1))
+    monkeypatch.setenv("REVDEQ_BACKEND", "reference")
+    assert kernels.half_step(torch.device("cpu")) is reference.HalfStep
+    with kernels.backend("triton"), pytest.raises(RuntimeError, match="cannot run on cpu tensors.*TRITON_INTERPRET"):
+        revdeq.solve(torch.cos, torch.zeros(1))
+    with kernels.backend("cpu"), pytest.raises(RuntimeError, match="cannot run on meta tensors"):
+        kernels.half_step(torch.device("meta"))
+    monkeypatch.setattr("revdeq.kernels.cpu.library", None)
+    with kernels.backend("cpu"), pytest.raises(RuntimeError, match="was not built: install a C compiler"):
+        revdeq.solve(torch.cos, torch.zeros(1))
+    monkeypatch.delenv("REVDEQ_BACKEND")
+    assert kernels.half_step(torch.device("cpu")) is reference.HalfStep
+    monkeypatch.setattr("revdeq.kernels.backends.gpu", None)
+    with kernels.backend("triton"), pytest.raises(RuntimeError, match="Triton is not installed"):
+        revdeq.solve(torch.cos, torch.zeros(1))
+
+
+def test_the_folder_is_no_package_of_its_own():
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("kernels", kernels.__file__)
+    with pytest.raises(ImportError, match="import revdeq.kernels"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
