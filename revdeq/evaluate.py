@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -36,8 +36,10 @@ class Evaluation:
         self.f, self.state_spec = f, state_spec
         self.graph = torch.is_grad_enabled()
         self.inputs: list[Tensor] = []
-        self._args, self._args_spec = tree_flatten(args)
-        self._arg_positions = [i for i, x in enumerate(self._args) if isinstance(x, Tensor) and x.requires_grad]
+        self._args = args
+        self._arg_leaves, self._args_spec = tree_flatten(args)
+        self._changes_its_input = False
+        self._arg_positions = [i for i, x in enumerate(self._arg_leaves) if isinstance(x, Tensor) and x.requires_grad]
         self._autocast = [_autocast_settings(kind) for kind in sorted({"cpu", device.type})]
         self._draw = Draw(device)
 
@@ -45,7 +47,7 @@ class Evaluation:
         """f's outputs, without a graph. Finds `inputs` and settles `graph`."""
         if not self.graph:
             return self.value(state)
-        originals = [self._args[i] for i in self._arg_positions]
+        originals = [self._arg_leaves[i] for i in self._arg_positions]
         aliases = self._use_as_args(originals)
         with torch.enable_grad(), self._draw:
             leaves = [x.detach().requires_grad_() for x in state]
@@ -53,6 +55,7 @@ class Evaluation:
             with Search([*leaves, *aliases], inside[0]) as search:
                 outputs = self._call(inside)
             self.inputs = originals + search.reached_from(outputs)
+        self._changes_its_input = any(x._version > 0 for x in state)
         self.graph = state_needs_grad or bool(self.inputs)
         return [x.detach() for x in outputs]
 
@@ -60,7 +63,7 @@ class Evaluation:
         """The leaves at which f is evaluated, and its outputs, with the graph between them."""
         with torch.set_grad_enabled(self.graph), self._draw:
             leaves = [x.detach().requires_grad_(self.graph) for x in state]
-            return leaves, self._call(_disguise(leaves) if self.graph else leaves)
+            return leaves, self._call(_disguise(leaves) if self.graph and self._changes_its_input else leaves)
 
     def value(self, state: Sequence[Tensor]) -> list[Tensor]:
         """f's outputs; the graph, if there was one, is gone."""
@@ -82,27 +85,35 @@ class Evaluation:
         """Gradients stop at an alias, and hooks on the tensor itself stay silent until the whole solve has
         its gradient."""
         aliases = [x.detach().requires_grad_() for x in tensors]
-        for i, alias in zip(self._arg_positions, aliases, strict=True):
-            self._args[i] = alias
+        if aliases:
+            for i, alias in zip(self._arg_positions, aliases, strict=True):
+                self._arg_leaves[i] = alias
+            self._args = tree_unflatten(self._arg_leaves, self._args_spec)
         return aliases
 
     def _call(self, state: Sequence[Tensor]) -> list[Tensor]:
-        args = tree_unflatten(self._args, self._args_spec)
-        outputs, spec = tree_flatten(self.f(tree_unflatten(list(state), self.state_spec), *args))
-        if spec != self.state_spec:
-            raise TypeError(f"f returned {spec}: it must return the structure of z0, {self.state_spec}")
+        if self.state_spec.is_leaf():
+            result = self.f(state[0], *self._args)
+            outputs, fits = [result], isinstance(result, Tensor)
+        else:
+            result = self.f(tree_unflatten(state, self.state_spec), *self._args)
+            outputs, spec = tree_flatten(result)
+            fits = spec == self.state_spec
+        if not fits:
+            expected = tree_unflatten(["Tensor"] * len(state), self.state_spec)
+            returned = tree_map(lambda x: type(x).__name__, result)
+            raise TypeError(f"f returned {returned}: it must have the structure of z0, {expected}")
         for i, (out, x) in enumerate(zip(outputs, state, strict=True)):
+            if isinstance(out, Tensor) and out.shape == x.shape and out.device == x.device and out.dtype in DTYPES:
+                continue
             name = "f's output" if len(outputs) == 1 else f"f's output (leaf {i} of {len(outputs)})"
             if not isinstance(out, Tensor):
-                raise TypeError(
-                    f"{name} is a {type(out).__name__}: it must be a tensor shaped like z0, {tuple(x.shape)}"
-                )
+                raise TypeError(f"{name} is a {type(out).__name__}: it must be a tensor of shape {tuple(x.shape)}")
             if out.shape != x.shape:
                 raise ValueError(f"{name} has shape {tuple(out.shape)}: it must be shaped like z0, {tuple(x.shape)}")
             if out.device != x.device:
                 raise ValueError(f"{name} is on {out.device}: it must be where z0 is, on {x.device}")
-            if out.dtype not in DTYPES:
-                raise TypeError(f"{name} is {out.dtype}: it must be float32, float64, bfloat16 or float16")
+            raise TypeError(f"{name} is {out.dtype}: it must be float32, float64, bfloat16 or float16")
         return outputs
 
 

@@ -89,10 +89,14 @@ def test_what_f_returns(grad):
         revdeq.solve(lambda z: z[:2], z0)
     with pytest.raises(ValueError, match=r"f's output has shape \(1, 3\)"):
         revdeq.solve(lambda z: z[None], z0)
-    with pytest.raises(TypeError, match="structure of z0"):
+    with pytest.raises(TypeError, match=r"f returned \('Tensor', 'Tensor'\): it must have the structure of z0, Tensor"):
         revdeq.solve(lambda z: (z, z), z0)
-    with pytest.raises(TypeError, match="f's output is a NoneType|structure of z0"):
+    with pytest.raises(TypeError, match=r"f returned NoneType: it must have the structure of z0, Tensor"):
         revdeq.solve(lambda z: None, z0)
+    with pytest.raises(TypeError, match=r"f returned \['Tensor'\]: it must have the structure of z0, \('Tensor',\)"):
+        revdeq.solve(list, (z0,))
+    with pytest.raises(TypeError, match=r"f's output \(leaf 1 of 2\) is a int: it must be a tensor of shape \(3,\)"):
+        revdeq.solve(lambda z: (z[0], 3), (z0, z0))
     with pytest.raises(TypeError, match="f's output is torch.int64"):
         revdeq.solve(lambda z: z.long(), z0)
     with pytest.raises(ValueError, match="f's output is on meta: it must be where z0 is, on cpu"):
