@@ -14,7 +14,7 @@ from revdeq.models import ConvBlock
 
 def peak(solver, max_steps, grad=True):
     torch.manual_seed(0)
-    f, x = ConvBlock(16), torch.randn(4, 16, 32, 32, requires_grad=True)
+    f, x = ConvBlock(16, width=4), torch.randn(4, 16, 32, 32, requires_grad=True)
 
     def step():
         with torch.set_grad_enabled(grad):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from revdeq.kernels import reference
+from revdeq.kernels import backends, cpu, reference
 
 import revdeq
 from revdeq import kernels
@@ -71,27 +71,40 @@ def test_bad_arguments_are_named():
         kernels.invert_adjoint(*(x.view(2, 2) for x in (state, f, copy)), adjoint.view(2, 2).t(), vjp.view(2, 2), 0.5)
 
 
-def test_a_backend_that_is_not_there_is_an_error(monkeypatch):
+def test_a_backend_must_be_known(monkeypatch):
     with pytest.raises(ValueError, match="backend.name. is 'cuda': expected one of 'triton', 'cpu', 'reference'"):
         with kernels.backend("cuda"):
             pass
     monkeypatch.setenv("REVDEQ_BACKEND", "c")
     with pytest.raises(ValueError, match="REVDEQ_BACKEND is 'c'"):
         revdeq.solve(torch.cos, torch.zeros(1))
-    monkeypatch.setenv("REVDEQ_BACKEND", "reference")
+
+
+def test_a_backend_must_be_there(monkeypatch):
+    monkeypatch.setattr(cpu, "library", None)
     assert kernels.half_step(torch.device("cpu")) is reference.HalfStep
-    with kernels.backend("triton"), pytest.raises(RuntimeError, match="cannot run on cpu tensors.*TRITON_INTERPRET"):
-        revdeq.solve(torch.cos, torch.zeros(1))
-    with kernels.backend("cpu"), pytest.raises(RuntimeError, match="cannot run on meta tensors"):
-        kernels.half_step(torch.device("meta"))
-    monkeypatch.setattr("revdeq.kernels.cpu.library", None)
     with kernels.backend("cpu"), pytest.raises(RuntimeError, match="was not built: install a C compiler"):
         revdeq.solve(torch.cos, torch.zeros(1))
-    monkeypatch.delenv("REVDEQ_BACKEND")
-    assert kernels.half_step(torch.device("cpu")) is reference.HalfStep
-    monkeypatch.setattr("revdeq.kernels.backends.gpu", None)
+    monkeypatch.setattr(cpu, "library", object())
+    with kernels.backend("cpu"), pytest.raises(RuntimeError, match="cannot run on meta tensors"):
+        kernels.half_step(torch.device("meta"))
+    monkeypatch.setattr(backends, "gpu", None)
     with kernels.backend("triton"), pytest.raises(RuntimeError, match="Triton is not installed"):
         revdeq.solve(torch.cos, torch.zeros(1))
+
+
+@pytest.mark.skipif(backends.gpu is None, reason="Triton is not installed")
+def test_triton_must_have_something_to_run_on():
+    with kernels.backend("triton"), pytest.raises(RuntimeError, match="cannot run on cpu tensors.*TRITON_INTERPRET"):
+        revdeq.solve(torch.cos, torch.zeros(1))
+
+
+def test_the_environment_forces_a_backend_and_a_context_overrides_it(monkeypatch):
+    monkeypatch.setenv("REVDEQ_BACKEND", "reference")
+    assert kernels.half_step(torch.device("cpu")) is reference.HalfStep
+    monkeypatch.setattr(cpu, "library", object())
+    with kernels.backend("cpu"):
+        assert kernels.half_step(torch.device("cpu")) is cpu.HalfStep
 
 
 def test_the_folder_is_no_package_of_its_own():
