@@ -8,9 +8,9 @@ the end compares minima of the same run.
 
 import pytest
 import torch
-from revdeq.kernels import reference
 
 from revdeq import kernels
+from revdeq.kernels import reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BETA = torch.tensor(0.8, dtype=torch.float32).item()

@@ -5,6 +5,7 @@ from types import ModuleType
 
 import pytest
 import torch
+
 from revdeq.kernels import backends, cpu
 
 

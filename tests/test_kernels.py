@@ -1,10 +1,15 @@
 """Every backend gives the bits of the reference, for every dtype, size and layout."""
 
+import ctypes
 import itertools
+import mmap
+import os
+import sys
 
 import pytest
 import torch
-from revdeq.kernels import reference
+
+from revdeq.kernels import cpu, reference
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CHUNK = reference.ROWS * reference.LANES
@@ -181,3 +186,38 @@ def test_the_step_computes_both_equations_by_hand(half_step):
     assert partial.sum((1, 2)).tolist() == [1.5**2, 3.5**2]
     bound.invert_adjoint(f, adjoint, vjp)
     assert (state.item(), copy.item(), adjoint.item()) == (2.0, 2.0, 5.0)
+
+
+def looped(window, total):
+    """The address of `total` bytes in which the same memory, of the size of a window, comes again and again."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    file = os.memfd_create("window")
+    os.truncate(file, window)
+    start = libc.mmap(None, total + window, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    fixed = 0x10
+    for offset in range(0, total, window):
+        address = libc.mmap(start + offset, window, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | fixed, file, 0)
+        assert address == start + offset
+    os.close(file)
+    return start
+
+
+@pytest.mark.skipif(cpu.library is None, reason="the C kernel was not built: no C compiler")
+@pytest.mark.skipif(sys.platform != "linux", reason="maps memory as Linux does")
+def test_more_than_two_to_the_31_elements_in_c():
+    """16 GiB of state that are 32 MiB, seen 513 times: each of its elements takes 512 steps, and the first
+    4,099 of them one more."""
+    window, n = 2**22, 2**31 + 4099
+    state, f, copy = (looped(window * size, n * size) for size in (8, 4, 4))
+    values = torch.frombuffer((ctypes.c_double * window).from_address(state), dtype=torch.float64)
+    (ctypes.c_float * window).from_address(f)[:] = [1.0] * window
+    beta = 2.0**-10
+    bound = cpu._Bound(state, copy, n, beta, cpu.CODE[torch.float32])
+    cpu.library.revdeq_relax(ctypes.addressof(bound), f, cpu.CODE[torch.float32], 1)
+    steps = [0.0]
+    for _ in range(513):
+        steps.append((1 - beta) * steps[-1] + beta)
+    assert (values[:4099] == steps[513]).all()
+    assert (values[4099:] == steps[512]).all()

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from revdeq.kernels import backends, cpu, reference
 
 import revdeq
 from revdeq import kernels
+from revdeq.kernels import backends, cpu, reference
 
 
 def arguments(operation, shape=(33, 7), dtype=torch.float32, permuted=False):
