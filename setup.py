@@ -52,6 +52,7 @@ setup(
     extras_require={
         "demo": ["matplotlib", "scikit-learn", "tqdm"],
         "test": ["hypothesis", "numpy", "pytest", "pytest-benchmark"],
+        "torchdeq": ["torchdeq"],
         "lint": ["mypy", "ruff"],
     },
     packages=["revdeq", "revdeq.kernels", "revdeq.models"],

@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .evaluate import Evaluation
+from .evaluate import Evaluation, State
 from .kernels.reference import HalfStep
 
 NORM_FLOOR = 1e-5
 """Added to the norm of the state in the relative change, so that a solution of zero can be reached."""
-
-State = list[Tensor]
 
 
 @dataclass
@@ -73,7 +71,7 @@ class Reversible(torch.autograd.Function):
                 break
             f_z = it.f.value(z_copy)
 
-        ctx.it, ctx.size = it, size
+        ctx.it, ctx.size, ctx.spent = it, size, False
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *y, *z)
         for wide, copy in zip(y, y_copy, strict=True):
@@ -88,10 +86,17 @@ class Reversible(torch.autograd.Function):
                 "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate "
                 "an iteration that you unroll yourself"
             )
+        if ctx.spent:  # by a backward pass that was interrupted; autograd itself notices one that was not
+            raise RuntimeError(
+                "this backward pass was interrupted and cannot run a second time: it had begun to undo the steps. "
+                "Solve again, or call backward with retain_graph=True"
+            )
         it, size, (a, beta) = ctx.it, ctx.size, (1 - ctx.it.beta, ctx.it.beta)
-        saved = list(ctx.saved_tensors)
-        initial, inputs, last = saved[:size], saved[size : -2 * size], saved[-2 * size :]
-        if _graph_is_kept():
+        saved = list(ctx.saved_tensors)  # all of them, for autograd's check that none was changed in place
+        initial, last = saved[:size], saved[-2 * size :]
+        keep = _graph_is_kept()
+        ctx.spent = not keep
+        if keep:
             last = [x.clone() for x in last]
         y, z = last[:size], last[size:]
         copy = [torch.empty_like(x, dtype=x0.dtype).copy_(x) for x, x0 in zip(y, initial, strict=True)]
@@ -102,22 +107,23 @@ class Reversible(torch.autograd.Function):
         y_adjoint = [_scaled(g, beta / a, c) for g, c in zip(grads[:size], copy, strict=True)]
         z_adjoint = [_scaled(g, beta, c) for g, c in zip(grads[size:], copy, strict=True)]
         initial_needs_grad = any(ctx.needs_input_grad[2 : 2 + size])
-        totals = Totals(len(inputs))
-        with it.f.again(inputs) as by:
+        totals = Totals(it.f.inputs)
+        with it.f.again():
             for step in reversed(range(it.steps)):
                 # copy is y_{n+1}; undo z_{n+1} = a z_n + beta f(y_{n+1})
-                out, vjp, input_grads = _pull_back(it.f, copy, z_adjoint, by)
-                totals.add(input_grads)
-                for h, *tensors in zip(invert_z, out, y_adjoint, vjp, strict=True):
+                out, vjp, by_inputs = it.f.vjp(copy, z_adjoint)
+                totals.add(by_inputs)
+                for h, *tensors in zip(invert_z, out, y_adjoint, _zeros_for_none(vjp, copy), strict=True):
                     h.invert_adjoint(*tensors)
                 if step == 0:  # the initial state is known: use it, not its reconstruction
                     for c, x in zip(copy, initial, strict=True):
                         c.copy_(x)
                 # copy is z_n; undo y_{n+1} = a y_n + beta f(z_n)
-                out, vjp, input_grads = _pull_back(it.f, copy, y_adjoint, by, step > 0 or initial_needs_grad)
-                totals.add(input_grads)
-                if step > 0 or initial_needs_grad:
-                    for h, *tensors in zip(invert_y, out, z_adjoint, vjp, strict=True):
+                by_state = step > 0 or initial_needs_grad
+                out, vjp, by_inputs = it.f.vjp(copy, y_adjoint, by_state)
+                totals.add(by_inputs)
+                if by_state:
+                    for h, *tensors in zip(invert_y, out, z_adjoint, _zeros_for_none(vjp, copy), strict=True):
                         h.invert_adjoint(*tensors)
 
         initial_grads: list[Tensor | None] = [None] * size
@@ -125,31 +131,18 @@ class Reversible(torch.autograd.Function):
             initial_grads = [
                 ((zb + a * yb) / beta).to(x.dtype) for yb, zb, x in zip(y_adjoint, z_adjoint, initial, strict=True)
             ]
-        return (None, None, *initial_grads, *totals.like(inputs))
-
-
-def _pull_back(
-    f: Evaluation, state: State, seeds: State, by: Sequence[Tensor], by_state: bool = True
-) -> tuple[State, State, Sequence[Tensor | None]]:
-    """f at the state, and the products of the seeds with its Jacobians by the state and by f's inputs."""
-    leaves, out = f(state)
-    targets = [*leaves, *by] if by_state else [*by]
-    sources = [i for i, x in enumerate(out) if x.requires_grad]
-    products: Sequence[Tensor | None] = [None] * len(targets)
-    if sources and targets:
-        products = torch.autograd.grad(
-            [out[i] for i in sources], targets, [seeds[i].to(out[i].dtype) for i in sources], allow_unused=True
-        )
-    split = len(targets) - len(by)
-    vjp = [torch.zeros_like(x) if g is None else g for g, x in zip(products[:split], leaves, strict=False)]
-    return [x.detach() for x in out], vjp, products[split:]
+        input_grads = totals.rounded()
+        if not keep:
+            it.f.release()
+        return (None, None, *initial_grads, *input_grads)
 
 
 class Totals:
     """Sums of gradients, in float32 or better: in bfloat16 they would be off by half a percent."""
 
-    def __init__(self, count: int) -> None:
-        self._totals: list[Tensor | None] = [None] * count
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._dtypes = [x.dtype for x in tensors]
+        self._totals: list[Tensor | None] = [None] * len(tensors)
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         sums, addends = [], []
@@ -166,8 +159,8 @@ class Totals:
         if sums:
             torch._foreach_add_(sums, addends)
 
-    def like(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-        return [t if t is None else t.to(x.dtype) for t, x in zip(self._totals, tensors, strict=True)]
+    def rounded(self) -> list[Tensor | None]:
+        return [t if t is None else t.to(dtype) for t, dtype in zip(self._totals, self._dtypes, strict=True)]
 
 
 def _can_look(state: Tensor) -> bool:
@@ -199,6 +192,11 @@ def _scaled(grad: Tensor | None, factor: float, like: Tensor) -> Tensor:
     if grad is None:
         return torch.zeros_like(like, dtype=wide)
     return torch.empty_like(like, dtype=wide).copy_(grad).mul_(factor)
+
+
+def _zeros_for_none(vjp: Sequence[Tensor | None], like: State) -> State:
+    """f need not depend on all of its state."""
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(vjp, like, strict=True)]
 
 
 def _graph_is_kept() -> bool:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from . import kernels
@@ -69,7 +71,22 @@ def solve(
 
     Memory beside f's own: 28 bytes per element in float32, whatever `max_steps` is. A z0 or an output of f
     that is not laid out densely and in the same order costs one more pass over it.
+
+    All evaluations within a solve, and their repetition in the backward pass, see the same random draw, the
+    same autocast and the same settings of torch; the generators end where one evaluation leaves them. Layers
+    with state that every evaluation would change, such as BatchNorm in training mode, are refused. Forward
+    hooks on modules inside f run at every evaluation; hooks on tensors once per backward pass.
+
+    Compile f, not the model around it: in a compiled model a solve is a graph break, and what is inside it
+    runs as it is. With tol=None no pass waits for the device, so that both can be captured in a CUDA graph.
     """
+    run = _solve_untraced if torch.compiler.is_compiling() else _solve
+    return run(f, z0, args, beta, max_steps, tol)
+
+
+def _solve(
+    f: Callable[..., Any], z0: Any, args: tuple[Any, ...], beta: float, max_steps: int, tol: float | None
+) -> Solution:
     checked_f(f)
     beta = checked_beta(beta)
     max_steps = checked_max_steps(max_steps)
@@ -95,6 +112,10 @@ def solve(
         residual=change / (value + NORM_FLOOR),
         beta=beta,
     )
+
+
+# In a compiled model the solve is one graph break. (torch.compiler.disable would import the compiler at once.)
+_solve_untraced = _disable_dynamo(_solve)
 
 
 def checked_f(f: Any) -> Callable[..., Any]:
@@ -150,6 +171,10 @@ def checked_state(z0: Any) -> tuple[list[Tensor], Any]:
         if x.dtype not in DTYPES:
             raise TypeError(
                 f"{name} is {x.dtype}: it must be float32, float64, bfloat16 or float16; use {name}.float()"
+            )
+        if is_traceable_wrapper_subclass(x):
+            raise TypeError(
+                f"{name} is a {type(x).__name__}, which holds other tensors: solve for those, e.g. {name}.to_local()"
             )
         if x.layout != torch.strided:
             raise TypeError(f"{name} has layout {x.layout}: it must be dense; convert it with {name}.to_dense()")

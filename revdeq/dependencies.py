@@ -1,0 +1,120 @@
+"""Finding the tensors that f's gradient flows to, with no declaration."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+class Search(TorchFunctionMode):
+    """Finds what f depends on beside the tensors `known`.
+
+    Entered as a mode around an evaluation of f, it sees every tensor that enters an operation, and keeps
+    those that require a gradient and are older than f's input: autograd numbers its nodes as they are made.
+    """
+
+    def __init__(self, known: Sequence[Tensor], f_input: Tensor, candidates: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        assert f_input.grad_fn is not None
+        self._known = {id(x) for x in known}
+        self._start = f_input.grad_fn._sequence_nr()
+        self._candidates = {id(x): x for x in candidates}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and x.requires_grad and self._is_older(x.grad_fn):
+                self._candidates[id(x)] = x
+        _refuse_running_statistics(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _is_older(self, node: Any) -> bool:
+        return node is None or node._sequence_nr() < self._start
+
+    def reached_from(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Follows the graph of f back from its outputs to the tensors outside f. One that was not seen on
+        its way in is an error if it is the result of an operation: its gradient would be lost."""
+        outside = [x for x in outputs if x.requires_grad and self._is_older(x.grad_fn)]
+        made = {(x.grad_fn, x.output_nr): x for x in (*self._candidates.values(), *outside) if not x.is_leaf}
+        reached = {id(x): x for x in outside if x.is_leaf}
+        edges: list[tuple[Any, int]] = [(x.grad_fn, x.output_nr) for x in outputs]
+        visited = set()
+        while edges:
+            node, _ = edge = edges.pop()
+            if node is None or edge in visited:
+                continue
+            visited.add(edge)
+            if hasattr(node, "variable"):  # a leaf
+                reached[id(node.variable)] = node.variable
+            elif not self._is_older(node):
+                edges.extend(node.next_functions)
+            elif edge in made:
+                reached[id(made[edge])] = made[edge]
+            else:
+                raise RuntimeError(
+                    f"f depends on a tensor that {node.name()} made before the solve, and that cannot be found from "
+                    "outside (is f compiled?), so its gradient would be lost: pass this tensor to f through `args`"
+                )
+        return [x for key, x in reached.items() if key not in self._known]
+
+
+class Substitution(TorchFunctionMode):
+    """Puts other tensors in the place of some, wherever they enter an operation."""
+
+    def __init__(self, replaced: Sequence[Tensor], replacements: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._by_id = {id(old): new for old, new in zip(replaced, replacements, strict=True)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda x: self._by_id.get(id(x), x), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+STATEFUL = (
+    "would be changed by every evaluation of f, in the backward pass too: put the layer outside f, as the paper does, "
+    "or use a normalisation without state (GroupNorm, LayerNorm), or call .eval() on it"
+)
+
+
+def _refuse_running_statistics(func: Any, args: Any, kwargs: Any) -> None:
+    if func is nn.functional.batch_norm and args[1] is not None and kwargs["training"]:
+        raise RuntimeError(f"f contains a BatchNorm in training mode, whose running statistics {STATEFUL}")
+    if func is nn.functional.instance_norm and kwargs["running_mean"] is not None and kwargs["use_input_stats"]:
+        raise RuntimeError(f"f contains an InstanceNorm in training mode, whose running statistics {STATEFUL}")
+
+
+class Buffers:
+    """Notices when an evaluation changes a module's buffers."""
+
+    def __init__(self, f: Any) -> None:
+        buffers = f.named_buffers() if isinstance(f, nn.Module) else ()
+        self._versions = [(name, b, b._version) for name, b in buffers if not b.is_inference()]
+
+    def check(self) -> None:
+        changed = [name for name, buffer, version in self._versions if buffer._version != version]
+        if changed:
+            raise RuntimeError(f"f changes its buffers {', '.join(changed)}, which {STATEFUL}")
+
+
+def is_compiled(f: Any) -> bool:
+    """Whether torch.compile made f: a mode around it would have it compiled a second time, differently."""
+    return any(getattr(f, name, None) for name in ("_torchdynamo_orig_callable", "_orig_mod", "_compiled_call_impl"))
+
+
+def has_hooks(x: Tensor) -> bool:
+    """Whether something of the user's would run at every gradient by x."""
+    return bool(x._backward_hooks) or (not x.is_leaf and x.retains_grad)
+
+
+def module_tensors(f: Any) -> dict[str, Tensor]:
+    """Parameters and buffers by name, if f is a module."""
+    if not isinstance(f, nn.Module):
+        return {}
+    return {**dict(f.named_parameters(remove_duplicate=False)), **dict(f.named_buffers(remove_duplicate=False))}
+
+
+def alias(x: Tensor) -> Tensor:
+    """The same values in a leaf of its own: gradients stop there, and hooks on x stay silent."""
+    return x.detach().requires_grad_()

@@ -1,0 +1,110 @@
+"""Two processes, each with half of the batch, compute the gradient of one process with all of it."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import revdeq
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch with gloo")
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.head = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.deq = revdeq.RevDEQ(Block())
+        self.closure = nn.Linear(6, 6)
+        self.unused = nn.Linear(6, 6)
+
+    def forward(self, x, use_all=False):
+        x = self.encoder(x)
+        z = self.deq(x) + revdeq.solve(lambda z: torch.tanh(self.closure(z) + x), torch.zeros_like(x)).z
+        return self.head(self.unused(z) if use_all else z)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, z, x):
+        return torch.tanh(self.linear(z) + x)
+
+
+def data():
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def agree(ours, expected):
+    assert ours.keys() == expected.keys()
+    for name, gradient in expected.items():
+        # float32 sums in another order: a few roundings of the largest gradient
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def alone(use_all):
+    model = Model()
+    model(data(), use_all).square().mean().backward()
+    return gradients(model)
+
+
+def share(rank):
+    return data()[4 * rank : 4 * rank + 4]
+
+
+def check_ddp(rank):
+    for unused in (False, True):
+        model = DistributedDataParallel(Model(), find_unused_parameters=unused)
+        model(share(rank), not unused).square().mean().backward()
+        agree(gradients(model.module), alone(use_all=not unused))
+
+
+def check_gradient_accumulation(rank):
+    model = DistributedDataParallel(Model())
+    first, second = share(rank).split(2)
+    with model.no_sync():
+        (model(first, True).square().mean() / 2).backward()
+    (model(second, True).square().mean() / 2).backward()
+    agree(gradients(model.module), alone(use_all=True))
+
+
+def check_fsdp(rank):
+    from torch.distributed.fsdp import fully_shard
+
+    model = Model()
+    fully_shard(model.deq)
+    fully_shard(model)
+    model(share(rank), True).square().mean().backward()
+    full = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    agree(full, alone(use_all=True))
+
+
+def work(rank, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        check_ddp(rank)
+        check_gradient_accumulation(rank)
+        check_fsdp(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ddp_and_fsdp_with_two_processes():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(work, (port,), nprocs=2)
