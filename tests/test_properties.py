@@ -105,8 +105,10 @@ def test_any_state_any_dtype_any_layout(z0, beta, max_steps, f_dtype, f_transpos
 
     ours = torch.autograd.grad(loss(ours_y, ours_z), inputs, allow_unused=True)
     expected = torch.autograd.grad(loss(y, z), inputs, allow_unused=True)
-    # Products in f's precision are rounded at each of the 4 N evaluations, in both, and in another order.
-    narrowest = max(torch.finfo(t.dtype).eps for t in [*leaves, torch.zeros((), dtype=f_dtype or leaves[0].dtype)])
+    # Products in f's precision, and in that of its weight, are rounded at each of the 4 N evaluations, in both.
+    narrowest = max(
+        torch.finfo(dtype).eps for dtype in (weight.dtype, f_dtype or weight.dtype, *(t.dtype for t in leaves))
+    )
     scale = max([1.0, *(e.double().abs().max().item() for e in expected if e is not None and e.numel())])
     for g, e in zip(ours, expected, strict=True):
         e = torch.zeros_like(g) if e is None and g is not None else e
