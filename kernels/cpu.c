@@ -187,6 +187,48 @@ CLONES static void invert_chunk(const half_step *h, const void *f, int f_type, i
             invert_loop(h->state + from, at(f, from, F), at(h->copy, from, C), n, h->beta, F, C)))
 }
 
+/* Compares the inverse with the initial state, in copy's dtype, and stores neither; see reference.py. */
+INLINE void invert_compare_loop(const double *state, const void *f, const void *initial, void *adjoint,
+                                const void *vjp, int64_t n, double beta, int32_t *error, int32_t *value,
+                                enum dtype f_type, enum dtype copy_type) {
+    const double a = 1 - beta;
+    const float a32 = (float)a, beta32 = (float)beta;
+    memset(error, 0, LANES * sizeof *error);
+    memset(value, 0, LANES * sizeof *value);
+    for (int64_t row = 0; row < n; row += LANES) {
+        int64_t lanes = n - row < LANES ? n - row : LANES;
+#pragma omp simd
+        for (int64_t lane = 0; lane < lanes; lane++) {
+            int64_t i = row + lane;
+            double difference = (state[i] - beta * load(f, i, f_type)) / a - load(initial, i, copy_type);
+            int32_t error_bits = (int32_t)(bits_of((float)difference) & 0x7FFFFFFFu);
+            int32_t value_bits = (int32_t)(bits_of((float)state[i]) & 0x7FFFFFFFu);
+            error[lane] = error_bits > error[lane] ? error_bits : error[lane];
+            value[lane] = value_bits > value[lane] ? value_bits : value[lane];
+            if (!adjoint)
+                continue;
+            if (copy_type == F64)
+                ((double *)adjoint)[i] = a * ((double *)adjoint)[i] + beta * ((const double *)vjp)[i];
+            else
+                ((float *)adjoint)[i] = a32 * ((float *)adjoint)[i] + beta32 * (float)load(vjp, i, copy_type);
+        }
+    }
+}
+
+CLONES static void invert_compare_chunk(const half_step *h, const void *f, int f_type, int64_t from, int64_t n,
+                                        const void *initial, void *adjoint, const void *vjp, int32_t *error,
+                                        int32_t *value) {
+    if (adjoint)
+        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
+            invert_compare_loop(h->state + from, at(f, from, F), at(initial, from, C),
+                                at(adjoint, from, C == F64 ? F64 : F32), at(vjp, from, C), n, h->beta, error, value,
+                                F, C)))
+    else
+        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
+            invert_compare_loop(h->state + from, at(f, from, F), at(initial, from, C), NULL, NULL, n, h->beta, error,
+                                value, F, C)))
+}
+
 /* Calls CALL for every chunk [from, from + n) of the h->n elements. A parallel region with one thread would
  * still cost 0.7 us, as much as 2,000 elements. */
 #define FOR_EACH_CHUNK(threads, CALL)                                                \
@@ -218,4 +260,11 @@ API void revdeq_relax_norms(const half_step *h, const void *f, int f_type, int t
 /* adjoint and vjp may be NULL: then only the state is inverted */
 API void revdeq_invert(const half_step *h, const void *f, int f_type, int threads, void *adjoint, const void *vjp) {
     FOR_EACH_CHUNK(threads, invert_chunk(h, f, f_type, from, n, adjoint, vjp))
+}
+
+/* partial: [2][chunks][LANES], the maxima of the error and of the state; adjoint and vjp may be NULL */
+API void revdeq_invert_compare(const half_step *h, const void *f, int f_type, int threads, const void *initial,
+                               void *adjoint, const void *vjp, int32_t *partial) {
+    FOR_EACH_CHUNK(threads, invert_compare_chunk(h, f, f_type, from, n, initial, adjoint, vjp,
+                                                 partial + chunk * LANES, partial + (chunks + chunk) * LANES))
 }

@@ -23,9 +23,9 @@ def _load() -> Any:
         return None  # built without a C compiler
     library = ctypes.CDLL(spec.origin)
     common = [c_void_p, c_void_p, c_int, c_int]
-    for name, more in (("relax", []), ("relax_norms", [c_void_p]), ("invert", [c_void_p, c_void_p])):
+    for name, more in (("relax", 0), ("relax_norms", 1), ("invert", 2), ("invert_compare", 4)):
         function = getattr(library, f"revdeq_{name}")
-        function.argtypes, function.restype = [*common, *more], None
+        function.argtypes, function.restype = [*common, *[c_void_p] * more], None
     return library
 
 
@@ -59,3 +59,10 @@ class HalfStep(reference.HalfStep):
         library.revdeq_invert(
             self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), adjoint.data_ptr(), vjp.data_ptr()
         )
+
+    def invert_compare(self, f: Tensor, initial: Tensor, adjoint: Tensor | None, vjp: Tensor | None) -> Tensor:
+        f, initial, partial = self.in_order(f), self.in_order(initial), self.partial_maxima()
+        vjp = None if vjp is None else self.in_order(vjp)
+        tensors = (None if x is None else x.data_ptr() for x in (initial, adjoint, vjp, partial))
+        library.revdeq_invert_compare(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *tensors)
+        return partial

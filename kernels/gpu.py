@@ -73,10 +73,7 @@ def _relax_kernel(
 
 
 @triton.jit
-def _invert_row(
-    p_state, p_f, p_copy, p_adjoint, p_vjp, o_row, m_row,
-    A: tl.constexpr, INVERSE_A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr,
-):  # fmt: skip
+def _previous(p_state, p_f, o_row, m_row, A: tl.constexpr, INVERSE_A: tl.constexpr, BETA: tl.constexpr):
     b_state = tl.load(p_state + o_row, mask=m_row)
     b_f = tl.load(p_f + o_row, mask=m_row).to(tl.float64)
     b_previous = b_state - BETA * b_f
@@ -84,12 +81,26 @@ def _invert_row(
         b_previous = b_previous / A
     else:
         b_previous = b_previous * INVERSE_A
+    return b_state, b_previous
+
+
+@triton.jit
+def _update_adjoint(p_adjoint, p_vjp, o_row, m_row, A: tl.constexpr, BETA: tl.constexpr):
+    b_adjoint = tl.load(p_adjoint + o_row, mask=m_row)
+    b_vjp = tl.load(p_vjp + o_row, mask=m_row).to(p_adjoint.dtype.element_ty)
+    tl.store(p_adjoint + o_row, A * b_adjoint + BETA * b_vjp, mask=m_row)
+
+
+@triton.jit
+def _invert_row(
+    p_state, p_f, p_copy, p_adjoint, p_vjp, o_row, m_row,
+    A: tl.constexpr, INVERSE_A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr,
+):  # fmt: skip
+    _, b_previous = _previous(p_state, p_f, o_row, m_row, A, INVERSE_A, BETA)
     tl.store(p_state + o_row, b_previous, mask=m_row)
     _store_copy(p_copy + o_row, b_previous, m_row)
     if ADJOINT:
-        b_adjoint = tl.load(p_adjoint + o_row, mask=m_row)
-        b_vjp = tl.load(p_vjp + o_row, mask=m_row).to(p_adjoint.dtype.element_ty)
-        tl.store(p_adjoint + o_row, A * b_adjoint + BETA * b_vjp, mask=m_row)
+        _update_adjoint(p_adjoint, p_vjp, o_row, m_row, A, BETA)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -113,6 +124,63 @@ def _invert_kernel(
         for row in tl.static_range(ROWS):
             o_row = row * LANES + o_lane
             _invert_row(p_state, p_f, p_copy, p_adjoint, p_vjp, o_row, o_row < n - start, A, INVERSE_A, BETA, ADJOINT)
+
+
+@triton.jit
+def _magnitude_bits(b_x):
+    return b_x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _compare_row(
+    p_state, p_f, p_initial, p_adjoint, p_vjp, o_row, m_row,
+    A: tl.constexpr, INVERSE_A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr,
+):  # fmt: skip
+    b_state, b_previous = _previous(p_state, p_f, o_row, m_row, A, INVERSE_A, BETA)
+    b_initial = tl.load(p_initial + o_row, mask=m_row).to(tl.float64)
+    if ADJOINT:
+        _update_adjoint(p_adjoint, p_vjp, o_row, m_row, A, BETA)
+    return _magnitude_bits(b_previous - b_initial), _magnitude_bits(b_state)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _compare_kernel(
+    p_state, p_f, p_initial, p_adjoint, p_vjp, p_partial, n,
+    A: tl.constexpr, INVERSE_A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    start = chunk * (ROWS * LANES)
+    p_state += start
+    p_f += start
+    p_initial += start
+    if ADJOINT:
+        p_adjoint += start
+        p_vjp += start
+    o_lane = tl.arange(0, LANES)
+    b_error = tl.full((LANES,), 0, tl.int32)
+    b_value = tl.full((LANES,), 0, tl.int32)
+    if start + ROWS * LANES <= n:
+        for row in tl.static_range(ROWS):
+            o_row = row * LANES + o_lane
+            b_row_error, b_row_value = _compare_row(
+                p_state, p_f, p_initial, p_adjoint, p_vjp, o_row, None, A, INVERSE_A, BETA, ADJOINT
+            )
+            b_error = tl.maximum(b_error, b_row_error)
+            b_value = tl.maximum(b_value, b_row_value)
+    else:
+        for row in tl.static_range(ROWS):
+            o_row = row * LANES + o_lane
+            m_row = o_row < n - start
+            b_row_error, b_row_value = _compare_row(
+                p_state, p_f, p_initial, p_adjoint, p_vjp, o_row, m_row, A, INVERSE_A, BETA, ADJOINT
+            )
+            b_error = tl.where(m_row, tl.maximum(b_error, b_row_error), b_error)
+            b_value = tl.where(m_row, tl.maximum(b_value, b_row_value), b_value)
+    p_partial += chunk * LANES
+    tl.store(p_partial + o_lane, b_error)
+    p_partial += tl.num_programs(0).to(tl.int64) * LANES
+    tl.store(p_partial + o_lane, b_value)
 
 
 class HalfStep(reference.HalfStep):
@@ -153,6 +221,13 @@ class HalfStep(reference.HalfStep):
     def invert_adjoint(self, f: Tensor, adjoint: Tensor, vjp: Tensor) -> None:
         f, vjp = self.in_order(f), self.in_order(vjp)
         self._launch(_invert_kernel, f, self.copy, adjoint, vjp, ADJOINT=True, **self._inversion)
+
+    def invert_compare(self, f: Tensor, initial: Tensor, adjoint: Tensor | None, vjp: Tensor | None) -> Tensor:
+        f, initial, partial = self.in_order(f), self.in_order(initial), self.partial_maxima()
+        vjp = None if vjp is None else self.in_order(vjp)
+        flags = {"ADJOINT": adjoint is not None, "ROWS": reference.ROWS}
+        self._launch(_compare_kernel, f, initial, adjoint, vjp, partial, **flags, **self._inversion)
+        return partial
 
 
 def _warp_size(device: torch.device) -> int:

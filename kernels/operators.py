@@ -43,15 +43,22 @@ def invert_adjoint(state: Tensor, f: Tensor, copy: Tensor, adjoint: Tensor, vjp:
     The adjoint is float64 if copy is and float32 otherwise; vjp has copy's dtype.
     """
     step = _bind(state, copy, beta, f=f, adjoint=adjoint, vjp=vjp)
-    wide = torch.float64 if copy.dtype == torch.float64 else torch.float32
-    if adjoint.dtype != wide or vjp.dtype != copy.dtype:
-        raise TypeError(
-            f"adjoint is {adjoint.dtype} and vjp is {vjp.dtype}: with a copy in {copy.dtype} they must be "
-            f"{wide} and {copy.dtype}"
-        )
-    if adjoint.stride() != state.stride() and adjoint.numel() > 1:
-        raise ValueError(f"adjoint has strides {adjoint.stride()}: it must be laid out like state, {state.stride()}")
+    _check_adjoint(state, copy, adjoint, vjp)
     step.invert_adjoint(f, adjoint, vjp)
+
+
+@torch.library.custom_op("revdeq::invert_compare", mutates_args=("adjoint",))
+def invert_compare(state: Tensor, f: Tensor, initial: Tensor, adjoint: Tensor, vjp: Tensor, beta: float) -> Tensor:
+    """Compare the result of `invert` with the initial state that it should arrive at, without storing it, and
+    update the adjoint like `invert_adjoint`.
+
+    initial and vjp have one dtype, that of the copy. Returns int32 of shape [2, chunks, lanes]: the bits of the
+    largest magnitude, in float32, of the error (index 0) and of the state (index 1), by lanes.
+    """
+    _check_adjoint(state, initial, adjoint, vjp)
+    return _bind(state, initial, beta, name="initial", f=f, adjoint=adjoint, vjp=vjp).invert_compare(
+        f, initial, adjoint, vjp
+    )
 
 
 @relax.register_fake
@@ -61,26 +68,42 @@ def _(*args: object) -> None:
     return None
 
 
+@invert_compare.register_fake
+def _(state: Tensor, f: Tensor, initial: Tensor, adjoint: Tensor, vjp: Tensor, beta: float) -> Tensor:
+    return state.new_empty((2, chunk_count(state), LANES), dtype=torch.int32)
+
+
 @relax_norms.register_fake
 def _(state: Tensor, f: Tensor, copy: Tensor, beta: float) -> Tensor:
     return state.new_empty((2, chunk_count(state), LANES))
 
 
-def _bind(state: Tensor, copy: Tensor, beta: float, **others: Tensor) -> HalfStep:
+def _check_adjoint(state: Tensor, copy: Tensor, adjoint: Tensor, vjp: Tensor) -> None:
+    wide = torch.float64 if copy.dtype == torch.float64 else torch.float32
+    if adjoint.dtype != wide or vjp.dtype != copy.dtype:
+        raise TypeError(
+            f"adjoint is {adjoint.dtype} and vjp is {vjp.dtype}: where f reads {copy.dtype} they must be "
+            f"{wide} and {copy.dtype}"
+        )
+    if adjoint.stride() != state.stride() and adjoint.numel() > 1:
+        raise ValueError(f"adjoint has strides {adjoint.stride()}: it must be laid out like state, {state.stride()}")
+
+
+def _bind(state: Tensor, copy: Tensor, beta: float, name: str = "copy", **others: Tensor) -> HalfStep:
     if state.dtype != torch.float64:
         raise TypeError(f"state is {state.dtype}: it must be torch.float64")
     if not 0 < beta < 2 or beta == 1:
         raise ValueError(f"beta is {beta}: it must be in (0, 2) and not 1, where the step has no inverse")
     if not torch.ops.aten.is_non_overlapping_and_dense(state):
         raise ValueError(f"state has shape {tuple(state.shape)} and strides {state.stride()}: it must be dense")
-    for name, x in {"copy": copy, **others}.items():
+    for key, x in {name: copy, **others}.items():
         if x.shape != state.shape or x.device != state.device:
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)} on {x.device}: it must be shaped like state, "
+                f"{key} has shape {tuple(x.shape)} on {x.device}: it must be shaped like state, "
                 f"{tuple(state.shape)}, and be on {state.device}"
             )
         if x.dtype not in FLOATS:
-            raise TypeError(f"{name} is {x.dtype}: it must be float32, float64, bfloat16 or float16")
+            raise TypeError(f"{key} is {x.dtype}: it must be float32, float64, bfloat16 or float16")
     if copy.stride() != state.stride() and copy.numel() > 1:
-        raise ValueError(f"copy has strides {copy.stride()}: it must be laid out like state, {state.stride()}")
+        raise ValueError(f"{name} has strides {copy.stride()}: it must be laid out like state, {state.stride()}")
     return half_step(state.device)(state, copy, beta)

@@ -12,6 +12,9 @@ On the way back an adjoint follows (Algorithm 1). It is kept multiplied by beta,
 the seed of the next vector-Jacobian product, and it is computed in its own precision:
 
     adjoint = a adjoint + beta vjp
+
+The last inverse of all arrives at the initial state, which is known. There the result is not stored but
+compared, and how far off it is tells whether the way back can be trusted.
 """
 
 import torch
@@ -46,18 +49,39 @@ def invert_adjoint(state: Tensor, f: Tensor, copy: Tensor, adjoint: Tensor, vjp:
     adjoint.copy_((1 - beta) * adjoint + beta * vjp.to(adjoint.dtype))
 
 
+def invert_compare(
+    state: Tensor, f: Tensor, initial: Tensor, adjoint: Tensor | None, vjp: Tensor | None, beta: float
+) -> Tensor:
+    """The last inverse: the lanes' largest error of the reconstruction and largest state, as the bits of a
+    float32, int32 of shape [2, chunks, LANES]. Bits are ordered like the numbers, and NaN is above them all.
+    Updates the adjoint, if there is one, and leaves the state as it is."""
+    error = (state - beta * f.double()) / (1 - beta) - initial.double()
+    if adjoint is not None and vjp is not None:
+        adjoint.copy_((1 - beta) * adjoint + beta * vjp.to(adjoint.dtype))
+    return torch.stack([_lane_maxima(error), _lane_maxima(state)])
+
+
+def _lane_maxima(x: Tensor) -> Tensor:
+    bits = x.float().abs().view(torch.int32)
+    return _in_rows(bits).amax(1)
+
+
 def chunk_count(x: Tensor) -> int:
     return -(-x.numel() // (ROWS * LANES))
 
 
 def _lane_sums(x: Tensor) -> Tensor:
-    flat = x.as_strided((x.numel(),), (1,))
-    chunks = chunk_count(x)
-    rows = torch.nn.functional.pad(flat, (0, chunks * ROWS * LANES - flat.numel())).view(chunks, ROWS, LANES)
+    rows = _in_rows(x)
     total = rows[:, 0].clone()
     for row in range(1, ROWS):
         total += rows[:, row]
     return total
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """x in the order of its memory, filled up with zeros: [chunks, ROWS, LANES]."""
+    flat, chunks = x.as_strided((x.numel(),), (1,)), chunk_count(x)
+    return torch.nn.functional.pad(flat, (0, chunks * ROWS * LANES - flat.numel())).view(chunks, ROWS, LANES)
 
 
 class HalfStep:
@@ -83,6 +107,9 @@ class HalfStep:
     def invert_adjoint(self, f: Tensor, adjoint: Tensor, vjp: Tensor) -> None:
         invert_adjoint(self.state, f, self.copy, adjoint, vjp, self.beta)
 
+    def invert_compare(self, f: Tensor, initial: Tensor, adjoint: Tensor | None, vjp: Tensor | None) -> Tensor:
+        return invert_compare(self.state, f, initial, adjoint, vjp, self.beta)
+
     def in_order(self, x: Tensor) -> Tensor:
         """x with its elements in the same places as the state's: x itself, or, at the cost of one more
         pass over memory, a copy."""
@@ -95,3 +122,6 @@ class HalfStep:
         if self._partial is None:
             self._partial = self.state.new_empty((2, chunk_count(self.state), LANES))
         return self._partial
+
+    def partial_maxima(self) -> Tensor:
+        return self.state.new_empty((2, chunk_count(self.state), LANES), dtype=torch.int32)

@@ -2,7 +2,8 @@
 
 from . import kernels
 from .module import RevDEQ
+from .monitor import ReconstructionError, ReconstructionWarning
 from .solve import Solution, solve
 
 __version__ = "0.1.0"
-__all__ = ["RevDEQ", "Solution", "kernels", "solve"]
+__all__ = ["ReconstructionError", "ReconstructionWarning", "RevDEQ", "Solution", "kernels", "solve"]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .evaluate import Evaluation, State
 from .kernels.reference import HalfStep
+from .monitor import Monitor, can_look
 
 NORM_FLOOR = 1e-5
 """Added to the norm of the state in the relative change, so that a solution of zero can be reached."""
@@ -36,6 +37,7 @@ class Iteration:
     max_steps: int
     tol: float | None
     half_step: type[HalfStep]
+    monitor: Monitor | None
     steps: int = 0
     norms: Tensor | None = None
 
@@ -54,7 +56,7 @@ class Reversible(torch.autograd.Function):
         y_copy = [torch.empty_like(c) for c in z_copy]
         y, z = _widened(initial, z_copy), _widened(initial, z_copy)
         relax_y, relax_z = it.bind(y, y_copy), it.bind(z, z_copy)
-        look = it.tol is not None or _can_look(initial[0])
+        look = it.tol is not None or can_look(initial[0])  # where it costs nothing, divergence is seen at once
 
         for step in range(1, it.max_steps + 1):
             for half_step, out in zip(relax_y, f_z, strict=True):
@@ -108,23 +110,30 @@ class Reversible(torch.autograd.Function):
         z_adjoint = [_scaled(g, beta, c) for g, c in zip(grads[size:], copy, strict=True)]
         initial_needs_grad = any(ctx.needs_input_grad[2 : 2 + size])
         totals = Totals(it.f.inputs)
+        maxima: State = []
         with it.f.again():
             for step in reversed(range(it.steps)):
                 # copy is y_{n+1}; undo z_{n+1} = a z_n + beta f(y_{n+1})
                 out, vjp, by_inputs = it.f.vjp(copy, z_adjoint)
                 totals.add(by_inputs)
-                for h, *tensors in zip(invert_z, out, y_adjoint, _zeros_for_none(vjp, copy), strict=True):
-                    h.invert_adjoint(*tensors)
-                if step == 0:  # the initial state is known: use it, not its reconstruction
+                vjp = _zeros_for_none(vjp, copy)
+                if step > 0:
+                    _undo(invert_z, out, y_adjoint, vjp)
+                else:  # the initial state is known: use it, not its reconstruction
+                    maxima += _undo_and_compare(invert_z, out, initial, y_adjoint, vjp)
                     for c, x in zip(copy, initial, strict=True):
                         c.copy_(x)
                 # copy is z_n; undo y_{n+1} = a y_n + beta f(z_n)
                 by_state = step > 0 or initial_needs_grad
                 out, vjp, by_inputs = it.f.vjp(copy, y_adjoint, by_state)
                 totals.add(by_inputs)
-                if by_state:
-                    for h, *tensors in zip(invert_y, out, z_adjoint, _zeros_for_none(vjp, copy), strict=True):
-                        h.invert_adjoint(*tensors)
+                vjp = _zeros_for_none(vjp, copy) if by_state else []
+                if step > 0:
+                    _undo(invert_y, out, z_adjoint, vjp)
+                else:
+                    maxima += _undo_and_compare(invert_y, out, initial, z_adjoint, vjp)
+        if it.monitor is not None:
+            it.monitor.judge(maxima)
 
         initial_grads: list[Tensor | None] = [None] * size
         if initial_needs_grad:  # z_0 starts both y and z
@@ -135,6 +144,21 @@ class Reversible(torch.autograd.Function):
         if not keep:
             it.f.release()
         return (None, None, *initial_grads, *input_grads)
+
+
+def _undo(half_steps: list[HalfStep], out: State, adjoint: State, vjp: State) -> None:
+    for half_step, *tensors in zip(half_steps, out, adjoint, vjp, strict=True):
+        half_step.invert_adjoint(*tensors)
+
+
+def _undo_and_compare(
+    half_steps: list[HalfStep], out: State, initial: State, adjoint: State, vjp: State
+) -> list[Tensor]:
+    """The last time: without a product, no adjoint is asked for."""
+    if not vjp:
+        return [h.invert_compare(o, x, None, None) for h, o, x in zip(half_steps, out, initial, strict=True)]
+    rows = zip(half_steps, out, initial, adjoint, vjp, strict=True)
+    return [half_step.invert_compare(*tensors) for half_step, *tensors in rows]
 
 
 class Totals:
@@ -161,11 +185,6 @@ class Totals:
 
     def rounded(self) -> list[Tensor | None]:
         return [t if t is None else t.to(dtype) for t, dtype in zip(self._totals, self._dtypes, strict=True)]
-
-
-def _can_look(state: Tensor) -> bool:
-    """Whether the norms can be read without waiting for a device: then divergence is reported at once."""
-    return state.device.type == "cpu"
 
 
 def _has_arrived(it: Iteration) -> bool:

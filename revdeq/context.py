@@ -73,14 +73,17 @@ class Draw:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start = _generator_states(device)
+        self._start: list[Tensor] = []
         self._draws: bool | None = None  # not known before the first evaluation
 
     def __enter__(self) -> None:
-        if self._draws is not False:
-            self._turn.acquire()
+        if self._draws is False:
+            return
+        self._turn.acquire()
         if self._draws:
             _set_generator_states(self._device, self._start)
+        else:
+            self._start = _generator_states(self._device)
 
     def __exit__(self, kind: object, *exception: object) -> None:
         if self._draws is False:

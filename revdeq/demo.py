@@ -5,6 +5,7 @@ three depths. All three follow the same gradient; they differ in the time and th
 """
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from .baselines import checkpointed, stored_graph
 from .measure import peak_memory
 from .models import ConvBlock
 from .models.blocks import group_norm
+from .monitor import ReconstructionWarning
 from .solve import solve
 
 DEPTHS = (2, 4, 8)
@@ -165,6 +167,8 @@ def plot(batch: tuple[Tensor, Tensor], out: Path, seed: int) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.ticker import ScalarFormatter
+
+    warnings.simplefilter("ignore", ReconstructionWarning)  # it would announce what the plot shows
 
     def by_depth(measurement: Callable[..., float], method: str, beta: float = BETA) -> list[float]:
         torch.manual_seed(seed)

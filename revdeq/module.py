@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from .solve import checked_beta, checked_f, checked_max_steps, checked_tol, solve
+from .solve import checked_beta, checked_check, checked_f, checked_max_steps, checked_tol, solve
 
 
 class Last(NamedTuple):
@@ -26,20 +26,33 @@ class RevDEQ(nn.Module):
 
     last: Last | None
 
-    def __init__(self, f: Callable[..., Any], beta: float = 0.5, max_steps: int = 8, tol: float | None = None) -> None:
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        beta: float = 0.5,
+        max_steps: int = 8,
+        tol: float | None = None,
+        check: str | None = "warn",
+    ) -> None:
         super().__init__()
-        checked_f(f), checked_beta(beta), checked_max_steps(max_steps), checked_tol(tol)
+        checked_f(f), checked_beta(beta), checked_max_steps(max_steps), checked_tol(tol), checked_check(check)
         self.f = f
-        self.beta, self.max_steps, self.tol = beta, max_steps, tol
+        self.beta, self.max_steps, self.tol, self.check = beta, max_steps, tol, check
         self.last = None
 
     def forward(self, x: Any, *args: Any, z0: Any = None) -> Any:
         """The fixed point of f(., x, *args), starting from z0 or, by default, from zeros shaped like x."""
         if z0 is None:
             z0 = tree_map(lambda t: torch.zeros_like(t, requires_grad=False), x)
-        solution = solve(self.f, z0, x, *args, beta=self.beta, max_steps=self.max_steps, tol=self.tol)
+        settings: dict[str, Any] = {
+            "beta": self.beta,
+            "max_steps": self.max_steps,
+            "tol": self.tol,
+            "check": self.check,
+        }
+        solution = solve(self.f, z0, x, *args, **settings)
         self.last = Last(solution.steps, solution.nfe, solution.residual)
         return solution.z
 
     def extra_repr(self) -> str:
-        return f"beta={self.beta}, max_steps={self.max_steps}, tol={self.tol}"
+        return f"beta={self.beta}, max_steps={self.max_steps}, tol={self.tol}, check={self.check!r}"

@@ -17,6 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from . import kernels
 from .adjoint import NORM_FLOOR, Iteration, Reversible
 from .evaluate import DTYPES, Evaluation
+from .monitor import CHECKS, Monitor, call_site, settle
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def solve(
     beta: float = 0.5,
     max_steps: int = 8,
     tol: float | None = None,
+    check: str | None = "warn",
 ) -> Solution:
     """Find z = f(z, *args) by the reversible fixed-point iteration (equation 5 of the paper)
 
@@ -68,6 +70,10 @@ def solve(
     max_steps: the number of steps N, each of which evaluates f twice.
     tol: None takes exactly `max_steps` steps and never waits for the device. With tol > 0 the iteration stops
         after the first step whose relative change, `Solution.residual`, is at most tol.
+    check: what to do when the backward pass finds that it did not arrive at z0, so that its gradient is not to
+        be trusted (float64 has its range: the error grows like |1 - beta|^-max_steps): "warn", once for each
+        place that calls, "raise", or None, which does not look. On the CPU this happens at the end of the
+        backward pass; on other devices, which are not waited for, at a later call of `solve`.
 
     Memory beside f's own: 28 bytes per element in float32, whatever `max_steps` is. A z0 or an output of f
     that is not laid out densely and in the same order costs one more pass over it.
@@ -81,16 +87,24 @@ def solve(
     runs as it is. With tol=None no pass waits for the device, so that both can be captured in a CUDA graph.
     """
     run = _solve_untraced if torch.compiler.is_compiling() else _solve
-    return run(f, z0, args, beta, max_steps, tol)
+    return run(f, z0, args, beta, max_steps, tol, check)
 
 
 def _solve(
-    f: Callable[..., Any], z0: Any, args: tuple[Any, ...], beta: float, max_steps: int, tol: float | None
+    f: Callable[..., Any],
+    z0: Any,
+    args: tuple[Any, ...],
+    beta: float,
+    max_steps: int,
+    tol: float | None,
+    check: str | None,
 ) -> Solution:
     checked_f(f)
     beta = checked_beta(beta)
     max_steps = checked_max_steps(max_steps)
     tol = checked_tol(tol)
+    check = checked_check(check)
+    settle()
     initial, spec = checked_state(z0)
     device = initial[0].device
 
@@ -98,7 +112,8 @@ def _solve(
     half_step = kernels.half_step(device)
     copy = [x.detach().clone() for x in initial]
     first = evaluation.first(copy, any(x.requires_grad for x in initial))
-    it = Iteration(evaluation, (copy, first), beta, max_steps, tol, half_step)
+    monitor = None if check is None else Monitor(check, call_site(), f"beta = {beta:.6g}, max_steps = {max_steps}")
+    it = Iteration(evaluation, (copy, first), beta, max_steps, tol, half_step, monitor)
     del copy, first
     last = Reversible.apply(it, len(initial), *initial, *evaluation.inputs)
 
@@ -154,6 +169,12 @@ def checked_tol(tol: float | None) -> float | None:
     if not (tol > 0 and math.isfinite(tol)):
         raise ValueError(f"tol = {tol!r} must be positive and finite, or None to take exactly max_steps steps")
     return float(tol)
+
+
+def checked_check(check: str | None) -> str | None:
+    if check not in CHECKS:
+        raise ValueError(f"check = {check!r} must be 'warn', 'raise' or None")
+    return check
 
 
 def checked_state(z0: Any) -> tuple[list[Tensor], Any]:

@@ -46,12 +46,13 @@ def compiling(target, monkeypatch):
 def launch(operation, dtype, n=100_003):
     half_step = gpu.HalfStep(torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=dtype), BETA)
     wide = torch.promote_types(dtype, torch.float32)
-    extra = (torch.zeros(n, dtype=wide), torch.zeros(n, dtype=dtype)) if operation == "invert_adjoint" else ()
+    adjoint, vjp = torch.zeros(n, dtype=wide), torch.zeros(n, dtype=dtype)
+    extra = {"invert_adjoint": (adjoint, vjp), "invert_compare": (vjp, adjoint, vjp)}.get(operation, ())
     getattr(half_step, operation)(torch.zeros(n, dtype=dtype), *extra)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("operation", ["relax", "relax_norms", "invert", "invert_adjoint"])
+@pytest.mark.parametrize("operation", ["relax", "relax_norms", "invert", "invert_adjoint", "invert_compare"])
 def test_no_shared_memory_no_barrier_no_spill_and_beta_in_float64(target, operation, monkeypatch):
     with compiling(TARGETS[target], monkeypatch) as compiled:
         launch(operation, torch.float32)
@@ -83,7 +84,7 @@ def test_a_power_of_two_is_multiplied_and_not_divided(monkeypatch):
 def test_a_chunk_begins_at_a_64_bit_offset(monkeypatch):
     """So that there may be more than 2^31 elements."""
     with compiling(TARGETS["sm_90"], monkeypatch) as compiled:
-        for operation in ("relax", "relax_norms", "invert_adjoint"):
+        for operation in ("relax", "relax_norms", "invert_adjoint", "invert_compare"):
             launch(operation, torch.float32)
     for kernel in compiled:
         products = re.findall(r"arith\.(?:muli|shli) .* : (\w+)", kernel.asm["ttir"])

@@ -115,7 +115,8 @@ def test_gradients_reach_what_a_closure_holds():
 def test_a_closure_over_one_part_of_a_split_gets_its_own_gradient():
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     a, b = x.unbind()
-    z = revdeq.solve(lambda z: 0.5 * z + a, torch.zeros_like(a), max_steps=60).z
+    # 60 steps are beyond float64's range, but the derivative of an affine map does not depend on where it is taken.
+    z = revdeq.solve(lambda z: 0.5 * z + a, torch.zeros_like(a), max_steps=60, check=None).z
     (gradient,) = torch.autograd.grad((z + b).sum(), x)
     torch.testing.assert_close(gradient, torch.tensor([[2.0] * 3, [1.0] * 3], dtype=torch.float64))
 
@@ -126,7 +127,7 @@ def test_nested_arguments():
     def f(z, tensors, factor):
         return factor * z + tensors["a"] + tensors["more"][0]
 
-    z = revdeq.solve(f, torch.zeros(3), {"a": a, "more": [b, "a label"]}, 0.5, max_steps=60).z
+    z = revdeq.solve(f, torch.zeros(3), {"a": a, "more": [b, "a label"]}, 0.5, max_steps=60, check=None).z
     for gradient in torch.autograd.grad(z.sum(), [a, b]):
         torch.testing.assert_close(gradient, torch.full((3,), 2.0))
 

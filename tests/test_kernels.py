@@ -50,12 +50,17 @@ def tensors(shape, f_dtype, copy_dtype, device):
 def run(half_step, operation, state, f, copy, adjoint, vjp, beta):
     """What the operation leaves in state, copy and adjoint, and what it returns."""
     state, copy, adjoint = state.clone(), copy.clone(), adjoint.clone()
-    extra = (adjoint, vjp) if operation == "invert_adjoint" else ()
+    extra = {
+        "invert_adjoint": (adjoint, vjp),
+        "invert_compare": (vjp, adjoint, vjp),
+        "compare alone": (vjp, None, None),
+    }.get(operation, ())
+    operation = "invert_compare" if operation == "compare alone" else operation
     returned = getattr(half_step(state, copy, beta), operation)(f, *extra)
     return [state, copy, adjoint, *([] if returned is None else [returned])]
 
 
-OPERATIONS = ("relax", "relax_norms", "invert", "invert_adjoint")
+OPERATIONS = ("relax", "relax_norms", "invert", "invert_adjoint", "invert_compare", "compare alone")
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -14,11 +14,12 @@ def arguments(operation, shape=(33, 7), dtype=torch.float32, permuted=False):
         return x.t().contiguous().t() if permuted else x
 
     state, f, copy = tensor(torch.float64), tensor(dtype), tensor(dtype)
-    extra = (tensor(torch.promote_types(dtype, torch.float32)), tensor(dtype)) if operation == "invert_adjoint" else ()
+    wide = torch.promote_types(dtype, torch.float32)
+    extra = (tensor(wide), tensor(dtype)) if operation in ("invert_adjoint", "invert_compare") else ()
     return (state, f, copy, *extra, 0.5)
 
 
-OPERATIONS = ("relax", "relax_norms", "invert", "invert_adjoint")
+OPERATIONS = ("relax", "relax_norms", "invert", "invert_adjoint", "invert_compare")
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
