@@ -1,0 +1,128 @@
+"""revdeq.verify: is the gradient of this very f exact, and if not, why?"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .solve import solve
+
+
+@dataclass
+class Report:
+    """What `revdeq.verify` found. Evaluations of f count from 1, in the order of the forward pass.
+
+    evaluations: how many there were in each pass.
+    changed_input: those whose input the backward pass did not reconstruct bit for bit.
+    changed_output: those where f, given the same input, gave another output, and in how many elements.
+    """
+
+    evaluations: int
+    setting: str
+    changed_input: list[int] = field(default_factory=list)
+    changed_output: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        """Both passes computed the same, so that the gradient is that of the stored graph."""
+        return not self.changed_input and not self.changed_output
+
+    def __str__(self) -> str:
+        if self.exact:
+            return (
+                f"exact: the backward pass gave f the same {self.evaluations} inputs as the forward pass, bit for bit, "
+                f"and f gave the same outputs ({self.setting})"
+            )
+        # Going backward, the first thing that went wrong is the cause of the rest.
+        first_output, first_input = max(self.changed_output, default=0), max(self.changed_input, default=0)
+        if first_output >= first_input:
+            elements = self.changed_output[first_output]
+            text = (
+                f"your f is not deterministic: evaluation {first_output} differs in {elements} elements when it is "
+                "repeated with the same input (state inside f? a generator of its own? BatchNorm? cuDNN's autotuning, "
+                "atomics, other settings of torch?)"
+            )
+        else:
+            text = (
+                f"rounding: the float64 state lost the input of evaluation {first_input} on the way back "
+                f"({self.setting}); use fewer steps or a smaller beta"
+            )
+        lost = len(self.changed_input)
+        return f"{text}. In all, {lost} of {self.evaluations} inputs were not reconstructed bit for bit"
+
+
+def verify(
+    f: Callable[..., Any],
+    z0: Any,
+    *args: Any,
+    beta: float = 0.5,
+    max_steps: int = 8,
+    tol: float | None = None,
+) -> Report:
+    """Run a solve forward and backward, with hashes of the bits of every input and output of f, and report
+    whether the backward pass saw what the forward pass saw. The arguments are those of `revdeq.solve`.
+
+    Memory does not grow with `max_steps` here either: 16 bytes are kept for each evaluation. f is evaluated
+    once more wherever its output changed, to count the elements.
+    """
+    recorder = _Recorder(f)
+    with torch.enable_grad():
+        state = _requiring_grad(z0)
+        solution = solve(recorder, state, *args, beta=beta, max_steps=max_steps, tol=tol, check=None)
+        recorder.turn_back(f"beta = {solution.beta:.6g}, {solution.steps} steps")
+        leaves = tree_leaves(solution.z)
+        torch.autograd.grad(leaves, tree_leaves(state), [torch.ones_like(x) for x in leaves], allow_unused=True)
+    assert recorder.report is not None
+    return recorder.report
+
+
+class _Recorder:
+    """f, with a memory of what went in and came out."""
+
+    def __init__(self, f: Callable[..., Any]) -> None:
+        self.f = f
+        self.report: Report | None = None
+        self._hashes: list[tuple[int, int]] = []
+
+    def turn_back(self, setting: str) -> None:
+        self.report = Report(len(self._hashes), setting)
+
+    def __call__(self, z: Any, *args: Any) -> Any:
+        given = bit_hash(z)
+        before = tree_map(lambda x: x.detach().clone(), z) if self.report else None  # f may change z in place
+        out = self.f(z, *args)
+        if self.report is None:
+            self._hashes.append((given, bit_hash(out)))
+            return out
+        evaluation = len(self._hashes)
+        expected = self._hashes.pop()
+        if given != expected[0]:
+            self.report.changed_input.append(evaluation)
+        elif bit_hash(out) != expected[1]:
+            self.report.changed_output[evaluation] = self._count_changes(before, out, args)
+        return out
+
+    def _count_changes(self, z: Any, out: Any, args: tuple[Any, ...]) -> int:
+        again = self.f(z, *args)
+        return sum(int((a != b).sum()) for a, b in zip(tree_leaves(again), tree_leaves(out), strict=True))
+
+
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+
+def bit_hash(tree: Any) -> int:
+    """64 bits that depend on every bit of every tensor and on its place, and not on the order of summation."""
+    total = 0
+    for k, x in enumerate(tree_leaves(tree)):
+        bits = x.detach().contiguous().view(_INTEGERS[x.element_size()]).flatten().to(torch.int64)
+        mixed = (bits + torch.arange(bits.numel(), device=bits.device) * 0x9E3779B97F4A7 + k) * 0x2545F4914F6CDD1D
+        mixed = (mixed ^ (mixed >> 29)) * 0x369DEA0F31A53F85
+        total ^= int((mixed ^ (mixed >> 32)).sum()) + k
+    return total
+
+
+def _requiring_grad(z0: Any) -> Any:
+    return tree_map(lambda x: x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x, z0)
