@@ -96,7 +96,7 @@ def _bind(state: Tensor, copy: Tensor, beta: float, name: str = "copy", **others
         raise ValueError(f"beta is {beta}: it must be in (0, 2) and not 1, where the step has no inverse")
     if not torch.ops.aten.is_non_overlapping_and_dense(state):
         raise ValueError(f"state has shape {tuple(state.shape)} and strides {state.stride()}: it must be dense")
-    for key, x in {name: copy, **others}.items():
+    for key, x in {"state": state, name: copy, **others}.items():
         if x.shape != state.shape or x.device != state.device:
             raise ValueError(
                 f"{key} has shape {tuple(x.shape)} on {x.device}: it must be shaped like state, "
@@ -104,6 +104,10 @@ def _bind(state: Tensor, copy: Tensor, beta: float, name: str = "copy", **others
             )
         if x.dtype not in FLOATS:
             raise TypeError(f"{key} is {x.dtype}: it must be float32, float64, bfloat16 or float16")
+        if x.requires_grad and torch.is_grad_enabled() and key != "f":
+            raise ValueError(
+                f"{key} requires a gradient, which does not flow through a half-step: use detach() or no_grad()"
+            )
     if copy.stride() != state.stride() and copy.numel() > 1:
         raise ValueError(f"{name} has strides {copy.stride()}: it must be laid out like state, {state.stride()}")
     return half_step(state.device)(state, copy, beta)

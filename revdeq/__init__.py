@@ -1,5 +1,11 @@
 """Reversible deep equilibrium models: exact gradients in constant memory."""
 
+from pathlib import Path as _Path
+
+# Where the repository itself is imported, and not an installation, the kernels lie beside this folder.
+if not (_Path(__file__).parent / "kernels").exists():
+    __path__.append(str(_Path(__file__).parent.parent))
+
 from . import kernels
 from .module import RevDEQ
 from .monitor import ReconstructionError, ReconstructionWarning

@@ -1,6 +1,8 @@
 """Command line: `python -m revdeq demo`."""
 
 import argparse
+import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -14,15 +16,17 @@ def main() -> int:
     )
     arguments = parser.parse_args()
 
+    folder = arguments.out.resolve().parent
+    if arguments.out.suffix != ".png" or not os.access(folder, os.W_OK):
+        demo.error(f"--out {arguments.out}: it must end in .png, in a folder that exists and can be written to")
+    if missing := [name for name in ("matplotlib", "sklearn", "tqdm") if importlib.util.find_spec(name) is None]:
+        print(f"The demo needs {', '.join(missing)}: pip install 'revdeq[demo]'", file=sys.stderr)
+        return 1
+
     from . import demo as demonstration
 
     try:
         demonstration.run(arguments.out)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] in ("revdeq", "torch"):
-            raise
-        print(f"The demo needs {error.name}: pip install 'revdeq[demo]'", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return 130

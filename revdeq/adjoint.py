@@ -28,11 +28,10 @@ NORM_FLOOR = 1e-5
 
 @dataclass
 class Iteration:
-    """What to iterate: f, a copy of the initial state, and f there. After the forward pass: the steps that
-    were taken and the squared 2-norms of the last change of z and of z."""
+    """What to iterate, and after the forward pass: the steps that were taken, and the squared 2-norms of the
+    last change of z and of z."""
 
     f: Evaluation
-    start: tuple[State, State]
     beta: float
     max_steps: int
     tol: float | None
@@ -45,41 +44,57 @@ class Iteration:
         return [self.half_step(x, c, self.beta) for x, c in zip(state, copy, strict=True)]
 
 
+@dataclass
+class Outcome:
+    """The last states, in float64 and in the dtypes that f reads."""
+
+    y: State
+    z: State
+    y_copy: State
+    z_copy: State
+
+
+@torch.no_grad()
+def iterate(it: Iteration, initial: State) -> Outcome:
+    """The forward pass."""
+    z_copy = [x.detach().clone() for x in initial]
+    f_z = it.f.first(z_copy)
+    y_copy = [torch.empty_like(c) for c in z_copy]
+    y, z = _widened(initial, z_copy), _widened(initial, z_copy)
+    relax_y, relax_z = it.bind(y, y_copy), it.bind(z, z_copy)
+    look = it.tol is not None or can_look(initial[0])  # where it costs nothing, divergence is seen at once
+    while True:
+        it.steps += 1
+        last = it.steps == it.max_steps
+        for half_step, out in zip(relax_y, f_z, strict=True):
+            half_step.relax(out)
+        f_y = it.f.value(y_copy)
+        if look or last:
+            partial = [h.relax_norms(out).sum((1, 2)) for h, out in zip(relax_z, f_y, strict=True)]
+            it.norms = functools.reduce(torch.add, partial)
+        else:
+            for half_step, out in zip(relax_z, f_y, strict=True):
+                half_step.relax(out)
+        del f_y
+        if (look and _has_arrived(it)) or last:
+            break
+        f_z = it.f.value(z_copy)
+    for wide, copy in zip(y, y_copy, strict=True):
+        if copy.is_inference() or copy._version > 0:  # f changed its input in place, or may have
+            copy.copy_(wide)
+    return Outcome(y, z, y_copy, z_copy)
+
+
 class Reversible(torch.autograd.Function):
-    """Takes an iteration, the number of tensors in a state, the initial state and `f.inputs`; gives the
-    last y and the last z."""
+    """The outcome of an iteration as a function of the initial state and of `f.inputs`: the last y, then the
+    last z. It is only now, when f has been evaluated, that all of its inputs are known."""
 
     @staticmethod
-    def forward(ctx: Any, it: Iteration, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        initial = tensors[:size]
-        (z_copy, f_z), it.start = it.start, ([], [])  # given away: the copy becomes an output, which holds `it`
-        y_copy = [torch.empty_like(c) for c in z_copy]
-        y, z = _widened(initial, z_copy), _widened(initial, z_copy)
-        relax_y, relax_z = it.bind(y, y_copy), it.bind(z, z_copy)
-        look = it.tol is not None or can_look(initial[0])  # where it costs nothing, divergence is seen at once
-
-        for step in range(1, it.max_steps + 1):
-            for half_step, out in zip(relax_y, f_z, strict=True):
-                half_step.relax(out)
-            f_y = it.f.value(y_copy)
-            if look or step == it.max_steps:
-                partial = [h.relax_norms(out).sum((1, 2)) for h, out in zip(relax_z, f_y, strict=True)]
-                it.norms = functools.reduce(torch.add, partial)
-            else:
-                for half_step, out in zip(relax_z, f_y, strict=True):
-                    half_step.relax(out)
-            it.steps = step
-            if (look and _has_arrived(it)) or step == it.max_steps:
-                break
-            f_z = it.f.value(z_copy)
-
-        ctx.it, ctx.size, ctx.spent = it, size, False
+    def forward(ctx: Any, it: Iteration, outcome: Outcome, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.it, ctx.size, ctx.spent = it, len(outcome.y), False
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *y, *z)
-        for wide, copy in zip(y, y_copy, strict=True):
-            if copy.is_inference() or copy._version > 0:  # f changed its input in place, or may have
-                copy.copy_(wide)
-        return (*y_copy, *z_copy)
+        ctx.save_for_backward(*tensors, *outcome.y, *outcome.z)
+        return (*outcome.y_copy, *outcome.z_copy)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -88,13 +103,13 @@ class Reversible(torch.autograd.Function):
                 "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate "
                 "an iteration that you unroll yourself"
             )
-        if ctx.spent:  # by a backward pass that was interrupted; autograd itself notices one that was not
+        it, size, (a, beta) = ctx.it, ctx.size, (1 - ctx.it.beta, ctx.it.beta)
+        saved = list(ctx.saved_tensors)  # all of them, for autograd's check that none was changed in place
+        if ctx.spent:  # saved tensors are freed by a backward pass that ends, but not by one that is interrupted
             raise RuntimeError(
                 "this backward pass was interrupted and cannot run a second time: it had begun to undo the steps. "
                 "Solve again, or call backward with retain_graph=True"
             )
-        it, size, (a, beta) = ctx.it, ctx.size, (1 - ctx.it.beta, ctx.it.beta)
-        saved = list(ctx.saved_tensors)  # all of them, for autograd's check that none was changed in place
         initial, last = saved[:size], saved[-2 * size :]
         keep = _graph_is_kept()
         ctx.spent = not keep

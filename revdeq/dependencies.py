@@ -3,23 +3,26 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 
+class Unreachable(RuntimeError):
+    """A gradient flows out of f to where it cannot be caught."""
+
+
 class Search(TorchFunctionMode):
-    """Finds what f depends on beside the tensors `known`.
+    """Finds the tensors that the gradient of f flows to.
 
     Entered as a mode around an evaluation of f, it sees every tensor that enters an operation, and keeps
-    those that require a gradient and are older than f's input: autograd numbers its nodes as they are made.
+    those that require a gradient and are older than `start`: autograd numbers its nodes as they are made.
     """
 
-    def __init__(self, known: Sequence[Tensor], f_input: Tensor, candidates: Sequence[Tensor] = ()) -> None:
+    def __init__(self, candidates: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        assert f_input.grad_fn is not None
-        self._known = {id(x) for x in known}
-        self._start = f_input.grad_fn._sequence_nr()
+        self._start = _sequence_number()
         self._candidates = {id(x): x for x in candidates}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -34,7 +37,7 @@ class Search(TorchFunctionMode):
         return node is None or node._sequence_nr() < self._start
 
     def reached_from(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Follows the graph of f back from its outputs to the tensors outside f. One that was not seen on
+        """Follows the graph of f back from its outputs to the tensors it begins with. One that was not seen on
         its way in is an error if it is the result of an operation: its gradient would be lost."""
         outside = [x for x in outputs if x.requires_grad and self._is_older(x.grad_fn)]
         made = {(x.grad_fn, x.output_nr): x for x in (*self._candidates.values(), *outside) if not x.is_leaf}
@@ -53,11 +56,20 @@ class Search(TorchFunctionMode):
             elif edge in made:
                 reached[id(made[edge])] = made[edge]
             else:
-                raise RuntimeError(
+                raise Unreachable(
                     f"f depends on a tensor that {node.name()} made before the solve, and that cannot be found from "
-                    "outside (is f compiled?), so its gradient would be lost: pass this tensor to f through `args`"
+                    "outside (is f compiled, or did it not use this tensor when it was evaluated for the first time?), "
+                    "so its gradient would be lost: pass this tensor to f through `args`"
                 )
-        return [x for key, x in reached.items() if key not in self._known]
+        return list(reached.values())
+
+
+def _sequence_number() -> int:
+    """Of the next node that autograd makes in this thread."""
+    with torch.enable_grad():
+        node = torch.empty((), requires_grad=True).view(()).grad_fn
+    assert node is not None
+    return node._sequence_nr() + 1
 
 
 class Substitution(TorchFunctionMode):
@@ -103,9 +115,9 @@ def is_compiled(f: Any) -> bool:
     return any(getattr(f, name, None) for name in ("_torchdynamo_orig_callable", "_orig_mod", "_compiled_call_impl"))
 
 
-def has_hooks(x: Tensor) -> bool:
-    """Whether something of the user's would run at every gradient by x."""
-    return bool(x._backward_hooks) or (not x.is_leaf and x.retains_grad)
+def needs_alias(x: Tensor) -> bool:
+    """Whether a gradient by x itself would run something of the user's, or has become impossible."""
+    return bool(x._backward_hooks) or (not x.is_leaf and x.retains_grad) or not x.requires_grad
 
 
 def module_tensors(f: Any) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from .context import Draw, Settings
-from .dependencies import Buffers, Search, Substitution, alias, has_hooks, is_compiled, module_tensors
+from .dependencies import Buffers, Search, Substitution, Unreachable, alias, is_compiled, module_tensors, needs_alias
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -25,8 +25,8 @@ State = list[Tensor]
 class Evaluation:
     """Calls f with a state given as a flat list of tensors, and remembers what that takes.
 
-    graph: whether a gradient will be asked for, so that f has to run in grad mode.
-    inputs: what f depends on beside its state: tensors in `args`, then those found by `first`.
+    graph: whether a gradient may be asked for, so that f has to run in grad mode.
+    inputs: what f depends on beside its state: tensors in `args`, then those found while it was evaluated.
     """
 
     def __init__(
@@ -34,32 +34,31 @@ class Evaluation:
     ) -> None:
         self.f, self.state_spec = f, state_spec
         self.graph = torch.is_grad_enabled()
-        self.inputs: list[Tensor] = []
         self._args = args
         self._arg_leaves, self._args_spec = tree_flatten(args)
         self._arg_positions = [i for i, x in enumerate(self._arg_leaves) if isinstance(x, Tensor) and x.requires_grad]
+        self.inputs = [self._arg_leaves[i] for i in self._arg_positions]
+        self._reached: list[frozenset[int]] = []  # by each evaluation: indices into inputs
+        self._by = {id(x): (i, x) for i, x in enumerate(self._use_as_args(self.inputs))} if self.graph else {}
         self._changes_its_input = False
         self._settings, self._draw = Settings(device), Draw(device)
         self._module_tensors = module_tensors(f)
         self._run: Callable[..., Any] = f
-        self._by: list[tuple[int, Tensor]] = []
-        self._search: Search | None = None
+        if self.graph:
+            # Casts of weights that autocast remembers from before the solve would look like dependencies of f.
+            torch.clear_autocast_cache()
+            self._search = Search()
 
-    def first(self, state: State, state_needs_grad: bool) -> State:
-        """f's outputs, without a graph. Finds `inputs` and settles `graph`."""
+    def first(self, state: State) -> State:
+        """f's outputs, without a graph, for the first time, when its dependencies can be seen as they enter."""
         buffers = Buffers(self.f)
         if self.graph:
-            args = [self._arg_leaves[i] for i in self._arg_positions]
-            aliases = self._use_as_args(args)
             with torch.enable_grad(), self._draw:
                 leaves = [alias(x) for x in state]
-                inside = _disguise(leaves)
-                search = Search([*leaves, *aliases], inside[0])
-                with contextlib.nullcontext() if is_compiled(self.f) else search:
-                    outputs = self._call(inside)
-                self.inputs = args + search.reached_from(outputs)
+                with contextlib.nullcontext() if is_compiled(self.f) else self._search:
+                    outputs = self._call(_disguise(leaves))
+            self._note_inputs(leaves, outputs)
             self._changes_its_input = any(x._version > 0 for x in state)
-            self.graph = state_needs_grad or bool(self.inputs)
             outputs = [x.detach() for x in outputs]
         else:
             outputs = self.value(state)
@@ -68,25 +67,25 @@ class Evaluation:
 
     def value(self, state: State) -> State:
         """f's outputs; the graph, if there was one, is gone."""
-        return [x.detach() for x in self._evaluate(state)[1]]
+        leaves, outputs = self._evaluate(state)
+        if self.graph:
+            self._note_inputs(leaves, outputs)
+        return [x.detach() for x in outputs]
 
     def vjp(
         self, state: State, seeds: State, by_state: bool = True
     ) -> tuple[State, list[Tensor | None], list[Tensor | None]]:
         """f's outputs, and the products of the seeds with its Jacobians by the state and by `inputs`."""
         leaves, outputs = self._evaluate(state)
-        if self._search is not None:
-            reached = {id(x) for x in self._search.reached_from(outputs)}
-            self._by += [(i, x) for i, x in enumerate(self.inputs) if id(x) in reached]
-            self._search = None
-        targets = [*(leaves if by_state else ()), *(x for _, x in self._by)]
+        by = self._inputs_reached_again(leaves, outputs)
+        targets = [*(leaves if by_state else ()), *(x for _, x in by)]
         sources = [i for i, x in enumerate(outputs) if x.requires_grad]
         products: Sequence[Tensor | None] = [None] * len(targets)
         if sources and targets:
             seeds = [seeds[i].to(outputs[i].dtype) for i in sources]
             products = torch.autograd.grad([outputs[i] for i in sources], targets, seeds, allow_unused=True)
         by_inputs: list[Tensor | None] = [None] * len(self.inputs)
-        for (i, _), product in zip(self._by, products[len(targets) - len(self._by) :], strict=True):
+        for (i, _), product in zip(by, products[len(targets) - len(by) :], strict=True):
             so_far = by_inputs[i]
             by_inputs[i] = product if so_far is None else so_far if product is None else so_far + product
         return [x.detach() for x in outputs], list(products[: len(leaves)]) if by_state else [], by_inputs
@@ -94,33 +93,66 @@ class Evaluation:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Around the evaluations of a backward pass: f runs as it ran in the forward pass."""
+        reached, by, search = self._reached, self._by, self._search
+        self._reached = list(reached)
         split = len(self._arg_positions)
-        self._by = list(enumerate(self._use_as_args(self.inputs[:split])))
-        captured = list(enumerate(self.inputs))[split:]
+        args, captured = self.inputs[:split], self.inputs[split:]
+        targets = [*enumerate(self._use_as_args(args)), *enumerate(captured, split)]
         now = module_tensors(self.f)
         swapped = any(now.get(name) is not x for name, x in self._module_tensors.items())
+        if swapped or any(map(needs_alias, captured)):
+            targets += enumerate(self._use_aliases(captured), split)
+        self._by = {id(x): (i, x) for i, x in targets}
+        torch.clear_autocast_cache()
+        self._search = Search(captured)
         try:
             with self._settings.restored(), self._draw.rewound():
-                if swapped or any(has_hooks(x) for _, x in captured):
-                    self._by += self._use_aliases(captured)
-                else:
-                    self._by += captured
                 yield
         finally:
-            self._run, self._by, self._search = self.f, [], None
+            self._run, self._reached, self._by, self._search = self.f, reached, by, search
 
     def release(self) -> None:
         """Forget the tensors: there will be no other backward pass."""
-        self.inputs, self._args, self._arg_leaves, self._module_tensors = [], (), [], {}
+        self.inputs, self._args, self._arg_leaves, self._module_tensors, self._by = [], (), [], {}, {}
+        del self._search
 
-    def _use_aliases(self, captured: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    def _note_inputs(self, leaves: State, outputs: State) -> None:
+        found = self._reached_from(leaves, outputs)
+        for x in found:
+            if id(x) not in self._by:
+                self._by[id(x)] = len(self.inputs), x
+                self.inputs.append(x)
+        self._reached.append(frozenset(self._by[id(x)][0] for x in found))
+
+    def _inputs_reached_again(self, leaves: State, outputs: State) -> list[tuple[int, Tensor]]:
+        expected = self._reached.pop()
+        try:
+            by = [self._by[id(x)] for x in self._reached_from(leaves, outputs)]
+            same = {i for i, _ in by} == expected
+        except (Unreachable, KeyError):
+            same = False
+        if not same:
+            raise RuntimeError(
+                "f used other tensors that require a gradient in the backward pass than in the forward pass, so that "
+                "their gradient would be lost (a closure whose variables were changed after the solve? torch.func."
+                "functional_call or a cached parametrization around the forward pass alone?): pass these tensors to f "
+                "through `args`, or make f a module of its own"
+            )
+        return by
+
+    def _reached_from(self, leaves: State, outputs: State) -> State:
+        own = {id(x) for x in leaves}
+        return [x for x in self._search.reached_from(outputs) if id(x) not in own]
+
+    def _use_aliases(self, captured: State) -> State:
         """Puts aliases in the place of captured tensors, so that hooks fire only when the whole gradient is
         there. A module gets all the parameters and buffers that it had in the forward pass, when it may have
-        been called through `torch.func.functional_call`."""
-        aliases = {id(x): alias(x) for _, x in captured}
+        been called through `torch.func.functional_call`. A custom autograd function takes its inputs past a
+        mode: there the gradient flows to the tensor itself."""
+        aliases = {id(x): alias(x) for x in captured}
         names = {name: aliases.get(id(x), x) for name, x in self._module_tensors.items()}
         module_ids = {id(x) for x in self._module_tensors.values()}
-        others = [x for _, x in captured if id(x) not in module_ids]
+        others = [x for x in captured if id(x) not in module_ids]
 
         def run(*args: Any) -> Any:
             with Substitution(others, [aliases[id(x)] for x in others]) if others else contextlib.nullcontext():
@@ -128,11 +160,7 @@ class Evaluation:
                 return torch.func.functional_call(module, names, args) if names else module(*args)
 
         self._run = run
-        # A custom autograd function takes its inputs past a mode. What is still reached is differentiated as it is.
-        with torch.enable_grad():
-            (marker,) = _disguise([alias(torch.empty(()))])
-        self._search = Search([], marker, [x for _, x in captured])
-        return [(i, aliases[id(x)]) for i, x in captured]
+        return [aliases[id(x)] for x in captured]
 
     def _use_as_args(self, tensors: State) -> State:
         aliases = [alias(x) for x in tensors]
@@ -154,14 +182,19 @@ class Evaluation:
             outputs, fits = [result], isinstance(result, Tensor)
         else:
             result = self._run(tree_unflatten(state, self.state_spec), *self._args)
-            outputs, spec = tree_flatten(result)
-            fits = spec == self.state_spec
+            outputs, fits = self._flattened_like_state(result)
         if not fits:
             expected = tree_unflatten(["Tensor"] * len(state), self.state_spec)
             returned = tree_map(lambda x: type(x).__name__, result)
             raise TypeError(f"f returned {returned}: it must have the structure of z0, {expected}")
         for i, (out, x) in enumerate(zip(outputs, state, strict=True)):
-            if isinstance(out, Tensor) and out.shape == x.shape and out.device == x.device and out.dtype in DTYPES:
+            if (
+                isinstance(out, Tensor)
+                and out.shape == x.shape
+                and out.device == x.device
+                and out.dtype in DTYPES
+                and out.layout == torch.strided
+            ):
                 continue
             name = "f's output" if len(outputs) == 1 else f"f's output (leaf {i} of {len(outputs)})"
             if not isinstance(out, Tensor):
@@ -170,8 +203,17 @@ class Evaluation:
                 raise ValueError(f"{name} has shape {tuple(out.shape)}: it must be shaped like z0, {tuple(x.shape)}")
             if out.device != x.device:
                 raise ValueError(f"{name} is on {out.device}: it must be where z0 is, on {x.device}")
+            if out.layout != torch.strided:
+                raise TypeError(f"{name} has layout {out.layout}: it must be dense; use to_dense()")
             raise TypeError(f"{name} is {out.dtype}: it must be float32, float64, bfloat16 or float16")
         return outputs
+
+    def _flattened_like_state(self, result: Any) -> tuple[State, bool]:
+        """A dict may have its keys in another order."""
+        try:
+            return self.state_spec.flatten_up_to(result), True
+        except ValueError:
+            return [], False
 
 
 class _Disguise(torch.autograd.Function):

@@ -43,7 +43,7 @@ class RevDEQ(nn.Module):
     def forward(self, x: Any, *args: Any, z0: Any = None) -> Any:
         """The fixed point of f(., x, *args), starting from z0 or, by default, from zeros shaped like x."""
         if z0 is None:
-            z0 = tree_map(lambda t: torch.zeros_like(t, requires_grad=False), x)
+            z0 = tree_map(_zeros_like, x)
         settings: dict[str, Any] = {
             "beta": self.beta,
             "max_steps": self.max_steps,
@@ -56,3 +56,9 @@ class RevDEQ(nn.Module):
 
     def extra_repr(self) -> str:
         return f"beta={self.beta}, max_steps={self.max_steps}, tol={self.tol}, check={self.check!r}"
+
+
+def _zeros_like(x: Any) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}: where it is not a tensor, pass z0, the state to start from")
+    return torch.zeros_like(x, requires_grad=False)

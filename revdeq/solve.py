@@ -3,6 +3,7 @@
 import ctypes
 import math
 import operator
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from . import kernels
-from .adjoint import NORM_FLOOR, Iteration, Reversible
+from .adjoint import NORM_FLOOR, Iteration, Reversible, iterate
 from .evaluate import DTYPES, Evaluation
 from .monitor import CHECKS, Monitor, call_site, settle
 
@@ -26,8 +27,8 @@ class Solution:
 
     z, y: the final states, shaped like z0, in z0's dtype, differentiable.
     steps: the number of steps that were taken.
-    residual: the relative change ‖z_N - z_{N-1}‖ / (‖z_N‖ + 1e-5) of the last step, a 0-d tensor. Reading it
-        may wait for the device.
+    residual: the relative change ‖z_N - z_{N-1}‖ / (‖z_N‖ + 1e-5) of the last step, a 0-d tensor without a
+        gradient. Reading it may wait for the device.
     beta: the beta that was used: the one asked for, rounded to float32.
     """
 
@@ -81,7 +82,9 @@ def solve(
     All evaluations within a solve, and their repetition in the backward pass, see the same random draw, the
     same autocast and the same settings of torch; the generators end where one evaluation leaves them. Layers
     with state that every evaluation would change, such as BatchNorm in training mode, are refused. Forward
-    hooks on modules inside f run at every evaluation; hooks on tensors once per backward pass.
+    hooks on modules inside f run at every evaluation; hooks on tensors once per backward pass. What f closes
+    over must stay what it was until the backward pass: other tensors with gradients are an error there, other
+    values are noticed by `check`. A generator of f's own (torch.Generator, numpy) is not rewound.
 
     Compile f, not the model around it: in a compiled model a solve is a graph break, and what is inside it
     runs as it is. With tol=None no pass waits for the device, so that both can be captured in a CUDA graph.
@@ -110,12 +113,12 @@ def _solve(
 
     evaluation = Evaluation(f, spec, args, device)
     half_step = kernels.half_step(device)
-    copy = [x.detach().clone() for x in initial]
-    first = evaluation.first(copy, any(x.requires_grad for x in initial))
     monitor = None if check is None else Monitor(check, call_site(), f"beta = {beta:.6g}, max_steps = {max_steps}")
-    it = Iteration(evaluation, (copy, first), beta, max_steps, tol, half_step, monitor)
-    del copy, first
-    last = Reversible.apply(it, len(initial), *initial, *evaluation.inputs)
+    it = Iteration(evaluation, beta, max_steps, tol, half_step, monitor)
+    outcome = iterate(it, initial)
+    last = (*outcome.y_copy, *outcome.z_copy)
+    if evaluation.graph and (evaluation.inputs or any(x.requires_grad for x in initial)):
+        last = Reversible.apply(it, outcome, *initial, *evaluation.inputs)
 
     y, z = last[: len(initial)], last[len(initial) :]
     assert it.norms is not None
@@ -142,7 +145,10 @@ def checked_f(f: Any) -> Callable[..., Any]:
 def checked_beta(beta: float) -> float:
     if not isinstance(beta, Real):
         raise TypeError(f"beta = {beta!r} must be a number in (0, 2) and not 1")
-    rounded = ctypes.c_float(float(beta)).value
+    try:
+        rounded = ctypes.c_float(float(beta)).value
+    except OverflowError:
+        rounded = math.inf
     if not 0 < rounded < 2 or rounded == 1:
         raise ValueError(
             f"beta = {beta!r} must lie in (0, 2) and not be 1, also after rounding to float32: 1 - beta is what the "
@@ -166,7 +172,7 @@ def checked_tol(tol: float | None) -> float | None:
         return None
     if not isinstance(tol, Real):
         raise TypeError(f"tol = {tol!r} must be a number, or None to take exactly max_steps steps")
-    if not (tol > 0 and math.isfinite(tol)):
+    if not 0 < tol <= sys.float_info.max:
         raise ValueError(f"tol = {tol!r} must be positive and finite, or None to take exactly max_steps steps")
     return float(tol)
 
@@ -190,12 +196,13 @@ def checked_state(z0: Any) -> tuple[list[Tensor], Any]:
                 f"{name} is a {type(x).__name__}: it must be a tensor (or a tuple, list or dict of tensors)"
             )
         if x.dtype not in DTYPES:
-            raise TypeError(
-                f"{name} is {x.dtype}: it must be float32, float64, bfloat16 or float16; use {name}.float()"
-            )
+            remedy = f"torch.view_as_real({name})" if x.is_complex() else f"{name}.float()"
+            raise TypeError(f"{name} is {x.dtype}: it must be float32, float64, bfloat16 or float16; use {remedy}")
         if is_traceable_wrapper_subclass(x):
+            raise TypeError(f"{name} is a {type(x).__name__}, which holds other tensors: solve for those")
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
             raise TypeError(
-                f"{name} is a {type(x).__name__}, which holds other tensors: solve for those, e.g. {name}.to_local()"
+                f"{name} is inside a transform of torch.func (grad, vmap, ...), which solve cannot be: use autograd"
             )
         if x.layout != torch.strided:
             raise TypeError(f"{name} has layout {x.layout}: it must be dense; convert it with {name}.to_dense()")
@@ -203,5 +210,8 @@ def checked_state(z0: Any) -> tuple[list[Tensor], Any]:
             raise ValueError(
                 f"{name} is on {x.device} and the first tensor of z0 on {paths[0][1].device}: use one device"
             )
-        leaves.append(x)
+        if x.device.type == "meta":
+            raise ValueError(f"{name} is on the meta device, where nothing is computed: move it to a real one")
+        # A tensor made in inference mode cannot be saved for the backward pass; its copy can.
+        leaves.append(x.clone() if x.is_inference() and torch.is_grad_enabled() else x)
     return leaves, spec

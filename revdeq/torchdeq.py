@@ -126,7 +126,7 @@ def _by_sample(state: tuple[Tensor, ...]) -> Tensor:
 
 
 def _steps(f_max_iter: Any, name: str) -> int:
-    if f_max_iter != int(f_max_iter) or f_max_iter < 2 or f_max_iter % 2:
+    if not isinstance(f_max_iter, (int, float)) or f_max_iter < 2 or f_max_iter % 2 != 0:
         raise ValueError(f"{name} = {f_max_iter!r} must be even and at least 2: a reversible step evaluates f twice")
     return int(f_max_iter) // 2
 

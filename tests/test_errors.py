@@ -11,7 +11,7 @@ def f(z):
     return 0.5 * z
 
 
-@pytest.mark.parametrize("beta", [0, -0.5, 1, 1.0, 2, 2.5, float("nan"), float("inf"), 1 + 1e-9, 1e-60])
+@pytest.mark.parametrize("beta", [0, -0.5, 1, 1.0, 2, 2.5, float("nan"), float("inf"), 1 + 1e-9, 1e-60, 10**400])
 def test_beta(beta):
     with pytest.raises(ValueError, match=r"beta = .* must lie in \(0, 2\) and not be 1"):
         revdeq.solve(f, torch.zeros(3), beta=beta)
@@ -35,7 +35,7 @@ def test_max_steps(max_steps, error):
         revdeq.RevDEQ(f, max_steps=max_steps)
 
 
-@pytest.mark.parametrize("tol", [0, -1e-3, float("nan"), float("inf")])
+@pytest.mark.parametrize("tol", [0, -1e-3, float("nan"), float("inf"), 10**400])
 def test_tol(tol):
     with pytest.raises(ValueError, match="tol = .* must be positive and finite, or None"):
         revdeq.solve(f, torch.zeros(3), tol=tol)
@@ -55,7 +55,7 @@ def test_unknown_keywords():
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
 def test_the_state_is_real(dtype):
-    with pytest.raises(TypeError, match=rf"z0 is {dtype}: it must be float32.*z0\.float\(\)"):
+    with pytest.raises(TypeError, match=rf"z0 is {dtype}: it must be float32.*use (z0\.float\(\)|torch\.view_as_real)"):
         revdeq.solve(f, torch.zeros(3, dtype=dtype))
 
 
@@ -73,6 +73,15 @@ def test_the_state_is_made_of_tensors():
 def test_the_state_is_on_one_device():
     with pytest.raises(ValueError, match=r"z0\[1\] is on meta and the first tensor of z0 on cpu"):
         revdeq.solve(f, [torch.zeros(1), torch.zeros(1, device="meta")])
+
+
+def test_the_state_is_somewhere():
+    with pytest.raises(ValueError, match="z0 is on the meta device, where nothing is computed"):
+        revdeq.solve(f, torch.zeros(3, device="meta"))
+    with pytest.raises(TypeError, match="z0 is inside a transform of torch.func"):
+        torch.func.vmap(lambda z: revdeq.solve(f, z).z)(torch.zeros(2, 3))
+    with pytest.raises(TypeError, match="x is a NoneType: where it is not a tensor, pass z0"):
+        revdeq.RevDEQ(f)(None)
 
 
 def test_f_is_callable():
@@ -97,6 +106,8 @@ def test_what_f_returns(grad):
         revdeq.solve(list, (z0,))
     with pytest.raises(TypeError, match=r"f's output \(leaf 1 of 2\) is a int: it must be a tensor of shape \(3,\)"):
         revdeq.solve(lambda z: (z[0], 3), (z0, z0))
+    with pytest.raises(TypeError, match="f's output has layout torch.sparse_coo: it must be dense"):
+        revdeq.solve(lambda z: z.to_sparse(), z0)
     with pytest.raises(TypeError, match="f's output is torch.int64"):
         revdeq.solve(lambda z: z.long(), z0)
     with pytest.raises(ValueError, match="f's output is on meta: it must be where z0 is, on cpu"):

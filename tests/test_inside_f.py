@@ -151,6 +151,68 @@ def test_what_cannot_be_found_is_an_error_and_not_a_gradient_of_zero():
         revdeq.solve(Hidden(), torch.zeros(3))
 
 
+def test_a_parameter_that_is_first_used_later_gets_its_gradient():
+    a, b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def switching(z):
+        return torch.tanh((a if z.norm() < 1e-6 else b)(z) + 1)
+
+    compare(switching, torch.zeros(3, 6), inputs=[*a.parameters(), *b.parameters()])
+
+    def late(z):
+        return torch.tanh(b(z)) if z.norm() > 1e-6 else torch.ones_like(z)
+
+    compare(late, torch.zeros(3, 6), inputs=[*b.parameters()])
+
+
+def test_a_result_that_is_first_used_later_is_an_error():
+    encoded = torch.randn(3, requires_grad=True) * 2
+    with pytest.raises(RuntimeError, match="did it not use this tensor when it was evaluated for the first time"):
+        revdeq.solve(lambda z: encoded + z if z.norm() > 1e-6 else torch.ones_like(z), torch.zeros(3))
+
+
+def test_tensors_exchanged_between_the_passes_are_an_error():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return revdeq.solve(lambda z: torch.tanh(self.linear(z) + x), torch.zeros_like(x)).z
+
+    model, x = Model(), torch.randn(3, 6)
+    others = {name: (0.5 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+    z = torch.func.functional_call(model, others, (x,))
+    with pytest.raises(RuntimeError, match="f used other tensors that require a gradient in the backward pass"):
+        z.sum().backward()
+    total, linear = 0, nn.Linear(6, 6)
+    for x in torch.randn(2, 3, 6, requires_grad=True).unbind():
+        total = total + revdeq.solve(lambda z: torch.tanh(linear(z) + x), torch.zeros(3, 6)).z  # noqa: B023
+    with pytest.raises(RuntimeError, match="a closure whose variables were changed after the solve"):
+        total.sum().backward()
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+    with nn.utils.parametrize.cached():
+        z = revdeq.solve(lambda z: torch.tanh(normed(z)), normed(torch.ones(3, 6))).z
+    with pytest.raises(RuntimeError, match="cached parametrization around the forward pass alone"):
+        z.sum().backward()
+
+
+def test_values_exchanged_between_the_passes_are_noticed():
+    linear, x = nn.Linear(6, 6), torch.randn(3, 6)
+    z = revdeq.solve(lambda z, x: torch.tanh(linear(z) + x), torch.zeros(3, 6), x, check="raise").z
+    x.zero_()
+    with pytest.raises(revdeq.ReconstructionError, match="f does not compute the same"):
+        z.sum().backward()
+
+
+def test_a_parameter_may_be_frozen_between_the_passes():
+    f, x = MLP(), torch.randn(3, 6, requires_grad=True)
+    expected = torch.autograd.grad(revdeq.solve(f, torch.zeros(3, 6), x).z.sum(), x)
+    z = revdeq.solve(f, torch.zeros(3, 6), x).z
+    f.requires_grad_(False)
+    assert torch.equal(torch.autograd.grad(z.sum(), x)[0], expected[0])
+
+
 # 2. randomness
 
 
@@ -221,6 +283,37 @@ def test_autocast_is_restored_in_the_backward_pass(dtype, where):
         # the stored graph sums the gradients of its cast weights in the low precision
         assert (g - e).norm() <= 4 * torch.finfo(dtype).eps * e.norm()
     assert where == "inside" or dtypes == {dtype}
+
+
+def test_weights_that_autocast_has_cast_before():
+    deq, x = revdeq.RevDEQ(MLP()), torch.randn(3, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            deq(x)
+        deq.f(x, x)
+        total = deq(x) + deq(x)
+        total.sum().backward()  # also with autocast still on
+        once = deq(x)
+    twice = [p.grad.clone() for p in deq.parameters()]
+    deq.zero_grad()
+    once.sum().backward()
+    for gradient, p in zip(twice, deq.parameters(), strict=True):
+        torch.testing.assert_close(gradient, 2 * p.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_frozen_function_runs_in_one_grad_mode():
+    """With grad mode on, a module must not switch to its fast path in the middle of a solve."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).eval().requires_grad_(False)
+    x = torch.randn(2, 5, 8)
+    modes = set()
+
+    def f(z):
+        modes.add((torch.is_grad_enabled(), z.requires_grad))
+        return 0.5 * layer(z + x)
+
+    solution = revdeq.solve(f, torch.zeros_like(x))
+    assert modes == {(True, True)}
+    assert not solution.z.requires_grad
 
 
 def test_a_gradient_scaler_scales():
@@ -426,6 +519,20 @@ def test_subclasses_of_tensor_work_or_say_why_not():
 
     with pytest.raises(TypeError, match="z0 is a TwoTensor, which holds other tensors"):
         revdeq.solve(torch.cos, TwoTensor(torch.zeros(2), torch.zeros(2)))
+
+
+def test_a_dict_may_come_back_in_another_order():
+    x = torch.randn(3, requires_grad=True)
+    solution = revdeq.solve(lambda z: {"b": 0.5 * z["b"] + x, "a": z["b"]}, {"a": torch.zeros(3), "b": torch.zeros(3)})
+    assert list(solution.z) == ["a", "b"]
+    assert torch.equal(solution.z["b"], stored_graph(lambda z: 0.5 * z + x, torch.zeros(3)))
+
+
+def test_a_start_made_in_inference_mode():
+    x = torch.randn(3, requires_grad=True)
+    with torch.inference_mode():
+        z0 = torch.ones(3)
+    compare(lambda z: torch.tanh(z + x), z0, inputs=[x])
 
 
 # 5. in-place changes and aliases
@@ -738,7 +845,7 @@ def test_an_interruption_leaves_everything_as_it_was(evaluation):
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
     compare(block, torch.zeros(3, 6), x, inputs=[x])
-    if solution is not None:  # and that backward pass can be had again
+    if solution is not None:
         calls = 100
-        with pytest.raises(RuntimeError, match="second time"):
+        with pytest.raises(RuntimeError, match="was interrupted and cannot run a second time"):
             solution.z.sum().backward()
