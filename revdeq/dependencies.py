@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+_Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+"""The node that a leaf's gradient arrives at."""
+
 
 class Unreachable(RuntimeError):
     """A gradient flows out of f to where it cannot be caught."""
@@ -39,29 +42,41 @@ class Search(TorchFunctionMode):
     def reached_from(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Follows the graph of f back from its outputs to the tensors it begins with. One that was not seen on
         its way in is an error if it is the result of an operation: its gradient would be lost."""
-        outside = [x for x in outputs if x.requires_grad and self._is_older(x.grad_fn)]
-        made = {(x.grad_fn, x.output_nr): x for x in (*self._candidates.values(), *outside) if not x.is_leaf}
-        reached = {id(x): x for x in outside if x.is_leaf}
-        edges: list[tuple[Any, int]] = [(x.grad_fn, x.output_nr) for x in outputs]
-        visited = set()
+        reached: dict[int, Tensor] = {}
+        edges: list[tuple[Any, int]] = []
+        for x in outputs:
+            if x.is_leaf and x.requires_grad:
+                reached[id(x)] = x
+            elif x.requires_grad:
+                if self._is_older(x.grad_fn):
+                    self._candidates[id(x)] = x
+                edges.append((x.grad_fn, x.output_nr))
+        start, visited = self._start, set()
         while edges:
-            node, _ = edge = edges.pop()
-            if node is None or edge in visited:
+            edge = edges.pop()
+            if edge in visited:
                 continue
             visited.add(edge)
-            if hasattr(node, "variable"):  # a leaf
-                reached[id(node.variable)] = node.variable
-            elif not self._is_older(node):
-                edges.extend(node.next_functions)
-            elif edge in made:
-                reached[id(made[edge])] = made[edge]
+            node = edge[0]
+            if type(node) is _Leaf:
+                x = node.variable
+                reached[id(x)] = x
+            elif node._sequence_nr() >= start:
+                edges += [following for following in node.next_functions if following[0] is not None]
             else:
-                raise Unreachable(
-                    f"f depends on a tensor that {node.name()} made before the solve, and that cannot be found from "
-                    "outside (is f compiled, or did it not use this tensor when it was evaluated for the first time?), "
-                    "so its gradient would be lost: pass this tensor to f through `args`"
-                )
+                x = self._made_at(edge)
+                reached[id(x)] = x
         return list(reached.values())
+
+    def _made_at(self, edge: tuple[Any, int]) -> Tensor:
+        for x in self._candidates.values():
+            if (x.grad_fn, x.output_nr) == edge:
+                return x
+        raise Unreachable(
+            f"f depends on a tensor that {edge[0].name()} made before the solve, and that cannot be found from outside "
+            "(is f compiled, or did it not use this tensor when it was evaluated for the first time?), so its gradient "
+            "would be lost: pass this tensor to f through `args`"
+        )
 
 
 def _sequence_number() -> int:

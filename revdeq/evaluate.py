@@ -44,6 +44,7 @@ class Evaluation:
         self._settings, self._draw = Settings(device), Draw(device)
         self._module_tensors = module_tensors(f)
         self._run: Callable[..., Any] = f
+        self._usual: dict[int, tuple[int, Tensor]] | None = None  # inputs by index, once the graph has been looked at
         if self.graph:
             # Casts of weights that autocast remembers from before the solve would look like dependencies of f.
             torch.clear_autocast_cache()
@@ -77,13 +78,19 @@ class Evaluation:
     ) -> tuple[State, list[Tensor | None], list[Tensor | None]]:
         """f's outputs, and the products of the seeds with its Jacobians by the state and by `inputs`."""
         leaves, outputs = self._evaluate(state)
-        by = self._inputs_reached_again(leaves, outputs)
+        expected = self._reached.pop()
+        if self._usual is None:
+            by = self._inputs_reached_again(leaves, outputs, expected)
+        else:
+            by = [self._usual[i] for i in expected]
         targets = [*(leaves if by_state else ()), *(x for _, x in by)]
         sources = [i for i, x in enumerate(outputs) if x.requires_grad]
         products: Sequence[Tensor | None] = [None] * len(targets)
         if sources and targets:
             seeds = [seeds[i].to(outputs[i].dtype) for i in sources]
             products = torch.autograd.grad([outputs[i] for i in sources], targets, seeds, allow_unused=True)
+        if self._usual is not None and any(x is None for x in products[len(targets) - len(by) :]):
+            self._inputs_reached_again(leaves, outputs, expected)
         by_inputs: list[Tensor | None] = [None] * len(self.inputs)
         for (i, _), product in zip(by, products[len(targets) - len(by) :], strict=True):
             so_far = by_inputs[i]
@@ -110,6 +117,7 @@ class Evaluation:
                 yield
         finally:
             self._run, self._reached, self._by, self._search = self.f, reached, by, search
+            self._usual = None
 
     def release(self) -> None:
         """Forget the tensors: there will be no other backward pass."""
@@ -124,8 +132,10 @@ class Evaluation:
                 self.inputs.append(x)
         self._reached.append(frozenset(self._by[id(x)][0] for x in found))
 
-    def _inputs_reached_again(self, leaves: State, outputs: State) -> list[tuple[int, Tensor]]:
-        expected = self._reached.pop()
+    def _inputs_reached_again(
+        self, leaves: State, outputs: State, expected: frozenset[int]
+    ) -> list[tuple[int, Tensor]]:
+        """The tensors to differentiate by, found in the graph: those of the forward pass, or it is an error."""
         try:
             by = [self._by[id(x)] for x in self._reached_from(leaves, outputs)]
             same = {i for i, _ in by} == expected
@@ -138,6 +148,8 @@ class Evaluation:
                 "functional_call or a cached parametrization around the forward pass alone?): pass these tensors to f "
                 "through `args`, or make f a module of its own"
             )
+        if self._run is self.f:  # from now on, a look at the gradients will do
+            self._usual = {i: (i, x) for i, x in self._by.values()}
         return by
 
     def _reached_from(self, leaves: State, outputs: State) -> State:
