@@ -68,6 +68,7 @@ def iterate(it: Iteration, initial: State) -> Outcome:
         last = it.steps == it.max_steps
         for half_step, out in zip(relax_y, f_z, strict=True):
             half_step.relax(out)
+        del f_z
         f_y = it.f.value(y_copy)
         if look or last:
             partial = [h.relax_norms(out).sum((1, 2)) for h, out in zip(relax_z, f_y, strict=True)]
