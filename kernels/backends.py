@@ -7,12 +7,12 @@ from contextvars import ContextVar
 
 import torch
 
-from . import cpu, reference
+from . import cpu, exact, reference
 
 try:
-    from . import gpu
+    from . import gpu, gpu_exact
 except ImportError:  # Triton exists on Linux only
-    gpu = None  # type: ignore[assignment]
+    gpu = gpu_exact = None  # type: ignore[assignment]
 
 NAMES = ("triton", "cpu", "reference")
 
@@ -30,10 +30,30 @@ def backend(name: str) -> Iterator[None]:
 
 
 def half_step(device: torch.device) -> type[reference.HalfStep]:
-    """The class of half-step that runs on this device."""
+    """The class of half-step, with a float64 state, that runs on this device."""
+    return {"triton": lambda: gpu.HalfStep, "cpu": lambda: cpu.HalfStep, "reference": lambda: reference.HalfStep}[
+        _name(device)
+    ]()
+
+
+def exact_half_step(device: torch.device) -> type[exact.HalfStep]:
+    """The same with an integer state."""
+    return {
+        "triton": lambda: gpu_exact.HalfStep,
+        "cpu": lambda: cpu.ExactHalfStep,
+        "reference": lambda: exact.HalfStep,
+    }[_name(device)]()
+
+
+def _name(device: torch.device) -> str:
+    """Of the backend that runs on this device: the one that is forced, or the fastest."""
     name = _forced.get()
     if name is None and (setting := os.environ.get("REVDEQ_BACKEND")):
         name = _known(setting, "REVDEQ_BACKEND")
+    if name is None:
+        if device.type == "cpu":
+            return "reference" if cpu.library is None else "cpu"
+        return "triton" if gpu is not None and gpu.runs_on(device) else "reference"
     if name == "triton":
         if gpu is None:
             raise RuntimeError("backend 'triton' is forced, but Triton is not installed: `pip install triton` (Linux)")
@@ -42,7 +62,6 @@ def half_step(device: torch.device) -> type[reference.HalfStep]:
                 f"backend 'triton' is forced, but it cannot run on {device.type} tensors: move them to a GPU, "
                 "or set TRITON_INTERPRET=1 before revdeq is imported"
             )
-        return gpu.HalfStep
     if name == "cpu":
         if cpu.library is None:
             raise RuntimeError(
@@ -52,12 +71,7 @@ def half_step(device: torch.device) -> type[reference.HalfStep]:
             raise RuntimeError(
                 f"backend 'cpu' is forced, but it cannot run on {device.type} tensors: move them to the CPU"
             )
-        return cpu.HalfStep
-    if name is None and device.type == "cpu" and cpu.library is not None:
-        return cpu.HalfStep
-    if name is None and device.type != "cpu" and gpu is not None and gpu.runs_on(device):
-        return gpu.HalfStep
-    return reference.HalfStep
+    return name
 
 
 def _known(name: str, source: str) -> str:

@@ -268,3 +268,183 @@ API void revdeq_invert_compare(const half_step *h, const void *f, int f_type, in
     FOR_EACH_CHUNK(threads, invert_compare_chunk(h, f, f_type, from, n, initial, adjoint, vjp,
                                                  partial + chunk * LANES, partial + (chunks + chunk) * LANES))
 }
+
+/* The integer state of exact.py. Doubles hold all of its integers exactly (|T| < 2^39), so that the loops are
+ * vectorised like those above. */
+typedef struct {
+    int64_t *state;
+    void *copy;
+    int64_t n;
+    double a, beta, sign, p, d, weight, scale;
+    int32_t copy_type;
+} exact_half_step;
+
+/* floor(x / d) for integers |x| < 2^46 and d <= 64: x + 1/2 is never closer to a multiple of d than 1/2. */
+INLINE double floor_divide(double x, double inverse) { return __builtin_floor((x + 0.5) * inverse); }
+
+INLINE uint64_t word_of(double x) { uint64_t u; memcpy(&u, &x, 8); return u; }
+INLINE double double_of(uint64_t u) { double x; memcpy(&x, &u, 8); return x; }
+
+/* The two halves of a word as doubles and back, without leaving 64-bit lanes: the low bits of 2^52 + u are u. */
+#define BITS_OF_2_52 0x4330000000000000u
+INLINE double high(int64_t word) {
+    return double_of(((uint64_t)word >> 32 ^ 0x80000000u) | BITS_OF_2_52) - (0x1p52 + 0x1p31);
+}
+INLINE double low(int64_t word) { return double_of(((uint64_t)word & 0xFFFFFFFFu) | BITS_OF_2_52) - 0x1p52; }
+INLINE int64_t packed(double y, double r) {
+    return (int64_t)((word_of(y + (0x1p52 + 0x1p31)) ^ 0x80000000u) << 32 | (word_of(r + 0x1p52) & 0xFFFFFFFFu));
+}
+
+/* f in units of 2^-G, or 0 if that is not a number of 32 bits */
+INLINE double to_integer(double f, double scale) {
+    double scaled = f * scale;
+    return __builtin_fabs(scaled) < 0x1p31 ? __builtin_rint(scaled) : 0;
+}
+
+INLINE void store_decoded(void *copy, int64_t i, enum dtype type, double y, double unit) {
+    if (type == F64)
+        ((double *)copy)[i] = y * unit;
+    else
+        store(copy, i, type, (float)y * (float)unit);
+}
+
+/* Threads meet here only when something is wrong. */
+INLINE void bad_chunk(int64_t *bad, int64_t bad_here) {
+    if (bad_here) {
+#pragma omp atomic write
+        *bad = 1;
+    }
+}
+
+/* `one` says that p = 1, which saves a third of the work. With change and value (one row of lanes at a time), adds
+ * their squares. Returns whether an f or a state did not fit into 32 bits. */
+INLINE int64_t exact_relax_loop(const exact_half_step *h, int64_t *state, const void *f, void *copy, int64_t n,
+                                float *change, float *value, int one, enum dtype f_type, enum dtype copy_type) {
+    const double sign = h->sign, p = one ? 1 : h->p, d = h->d, weight = h->weight, scale = h->scale, unit = 1 / scale;
+    const double inverse_p = 1 / p, inverse_d = 1 / d;
+    int64_t bad = 0;
+#pragma omp simd reduction(| : bad)
+    for (int64_t i = 0; i < n; i++) {
+        double y = high(state[i]), r = low(state[i]), number = load(f, i, f_type);
+        double rest = one ? r : floor_divide(r, inverse_p), e = one ? 0 : r - rest * p;
+        double t = sign * (p * y + e) + weight * to_integer(number, scale);
+        double next = floor_divide(t, inverse_d);
+        bad |= !(__builtin_fabs(number * scale) < 0x1p31) | !(__builtin_fabs(next + 0.5) < 0x1p31);
+        state[i] = packed(next, rest * d + (t - next * d));
+        store_decoded(copy, i, copy_type, next, unit);
+        if (change) {
+            float step = (float)(next - y) * (float)unit, size = (float)next * (float)unit;
+            change[i] += step * step;
+            value[i] += size * size;
+        }
+    }
+    return bad;
+}
+
+INLINE int64_t exact_relax_rows(const exact_half_step *h, int64_t *state, const void *f, void *copy, int64_t n,
+                                float *change, float *value, int one, enum dtype f_type, enum dtype copy_type) {
+    int64_t bad = 0;
+    memset(change, 0, LANES * sizeof *change);
+    memset(value, 0, LANES * sizeof *value);
+    for (int64_t i = 0; i < n; i += LANES)
+        bad |= exact_relax_loop(h, state + i, at(f, i, f_type), at(copy, i, copy_type), n - i < LANES ? n - i : LANES,
+                                change, value, one, f_type, copy_type);
+    return bad;
+}
+
+CLONES static int64_t exact_relax_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from, int64_t n,
+                                        int32_t *spill) {
+    int64_t *state = h->state + from, bad = 0;
+    if (spill)
+        for (int64_t i = 0; i < n; i++) {
+            spill[from + i] = (int32_t)(uint32_t)state[i];
+            state[i] = (int64_t)((uint64_t)state[i] & 0xFFFFFFFF00000000u);
+        }
+    if (h->p == 1)
+        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
+            bad = exact_relax_loop(h, state, at(f, from, F), at(h->copy, from, C), n, NULL, NULL, 1, F, C)))
+    else
+        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
+            bad = exact_relax_loop(h, state, at(f, from, F), at(h->copy, from, C), n, NULL, NULL, 0, F, C)))
+    return bad;
+}
+
+CLONES static int64_t exact_relax_norms_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from,
+                                              int64_t n, int32_t *spill, float *change, float *value) {
+    int64_t *state = h->state + from, bad = 0;
+    if (spill)
+        for (int64_t i = 0; i < n; i++) {
+            spill[from + i] = (int32_t)(uint32_t)state[i];
+            state[i] = (int64_t)((uint64_t)state[i] & 0xFFFFFFFF00000000u);
+        }
+    if (h->p == 1)
+        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
+            bad = exact_relax_rows(h, state, at(f, from, F), at(h->copy, from, C), n, change, value, 1, F, C)))
+    else
+        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
+            bad = exact_relax_rows(h, state, at(f, from, F), at(h->copy, from, C), n, change, value, 0, F, C)))
+    return bad;
+}
+
+/* The adjoint is updated as in invert_adjoint_loop. */
+INLINE void exact_invert_loop(const exact_half_step *h, int64_t *state, const void *f, void *copy, void *adjoint,
+                              const void *vjp, int64_t n, int one, enum dtype f_type, enum dtype copy_type) {
+    const double sign = h->sign, p = one ? 1 : h->p, d = h->d, weight = h->weight, scale = h->scale, unit = 1 / scale;
+    const double inverse_p = 1 / p, inverse_d = 1 / d;
+    const float a32 = (float)h->a, beta32 = (float)h->beta;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        double y = high(state[i]), r = low(state[i]);
+        double rest = floor_divide(r, inverse_d);
+        double u = sign * (y * d + (r - rest * d) - weight * to_integer(load(f, i, f_type), scale));
+        double previous = one ? u : floor_divide(u, inverse_p);
+        state[i] = packed(previous, one ? rest : rest * p + (u - previous * p));
+        store_decoded(copy, i, copy_type, previous, unit);
+        if (!adjoint)
+            continue;
+        if (copy_type == F64)
+            ((double *)adjoint)[i] = h->a * ((double *)adjoint)[i] + h->beta * ((const double *)vjp)[i];
+        else
+            ((float *)adjoint)[i] = a32 * ((float *)adjoint)[i] + beta32 * (float)load(vjp, i, copy_type);
+    }
+}
+
+#define EXACT_INVERT(ONE, ADJOINT, VJP)                                                                  \
+    CONSTANT(F, f_type, CONSTANT(C, h->copy_type,                                                        \
+        exact_invert_loop(h, state, at(f, from, F), at(h->copy, from, C), ADJOINT, VJP, n, ONE, F, C)))
+
+CLONES static void exact_invert_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from, int64_t n,
+                                      void *adjoint, const void *vjp, const int32_t *spill) {
+    int64_t *state = h->state + from;
+    if (adjoint && h->p == 1)
+        EXACT_INVERT(1, at(adjoint, from, C == F64 ? F64 : F32), at(vjp, from, C))
+    else if (adjoint)
+        EXACT_INVERT(0, at(adjoint, from, C == F64 ? F64 : F32), at(vjp, from, C))
+    else
+        EXACT_INVERT(0, NULL, NULL)
+    if (spill) /* before that half-step the remainder was put aside; it comes back from there */
+        for (int64_t i = 0; i < n; i++)
+            state[i] = (int64_t)(((uint64_t)state[i] & 0xFFFFFFFF00000000u) | (uint32_t)spill[from + i]);
+}
+
+/* Return whether an f or a state did not fit into 32 bits. spill may be NULL, as may adjoint with vjp. */
+API int revdeq_exact_relax(const exact_half_step *h, const void *f, int f_type, int threads, int32_t *spill) {
+    int64_t bad = 0;
+    FOR_EACH_CHUNK(threads, bad_chunk(&bad, exact_relax_chunk(h, f, f_type, from, n, spill)))
+    return bad != 0;
+}
+
+/* partial: [2][chunks][LANES] */
+API int revdeq_exact_relax_norms(const exact_half_step *h, const void *f, int f_type, int threads, int32_t *spill,
+                                 float *partial) {
+    int64_t bad = 0;
+    FOR_EACH_CHUNK(threads, bad_chunk(&bad, exact_relax_norms_chunk(h, f, f_type, from, n, spill,
+                                                                    partial + chunk * LANES,
+                                                                    partial + (chunks + chunk) * LANES)))
+    return bad != 0;
+}
+
+API void revdeq_exact_invert(const exact_half_step *h, const void *f, int f_type, int threads, void *adjoint,
+                             const void *vjp, const int32_t *spill) {
+    FOR_EACH_CHUNK(threads, exact_invert_chunk(h, f, f_type, from, n, adjoint, vjp, spill))
+}

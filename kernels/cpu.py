@@ -8,13 +8,21 @@ from typing import Any
 import torch  # before the library: it brings the OpenMP runtime that the library shares
 from torch import Tensor, get_num_threads
 
-from . import reference
+from . import exact, reference
 
 CODE = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum dtype of cpu.c
 
 
 class _Bound(ctypes.Structure):  # half_step of cpu.c
     _fields_ = [("state", c_void_p), ("copy", c_void_p), ("n", c_int64), ("beta", c_double), ("copy_type", c_int32)]
+
+
+class _BoundExact(ctypes.Structure):  # exact_half_step of cpu.c
+    _fields_ = [
+        *_Bound._fields_[:3],
+        *((name, c_double) for name in ("a", "beta", "sign", "p", "d", "weight", "scale")),
+        ("copy_type", c_int32),
+    ]
 
 
 def _load() -> Any:
@@ -26,6 +34,9 @@ def _load() -> Any:
     for name, more in (("relax", 0), ("relax_norms", 1), ("invert", 2), ("invert_compare", 4)):
         function = getattr(library, f"revdeq_{name}")
         function.argtypes, function.restype = [*common, *[c_void_p] * more], None
+    for name, more, result in (("relax", 1, c_int), ("relax_norms", 2, c_int), ("invert", 3, None)):
+        function = getattr(library, f"revdeq_exact_{name}")
+        function.argtypes, function.restype = [*common, *[c_void_p] * more], result
     return library
 
 
@@ -66,3 +77,32 @@ class HalfStep(reference.HalfStep):
         tensors = (None if x is None else x.data_ptr() for x in (initial, adjoint, vjp, partial))
         library.revdeq_invert_compare(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *tensors)
         return partial
+
+
+class ExactHalfStep(exact.HalfStep):
+    def __init__(
+        self, state: Tensor, copy: Tensor, radix: exact.Radix, half_steps: int, spilled: list[Tensor] | None = None
+    ) -> None:
+        super().__init__(state, copy, radix, half_steps, spilled)
+        numbers = radix.a, radix.beta, radix.sign, radix.p, radix.d, radix.weight, 1 / radix.unit
+        self._bound = _BoundExact(state.data_ptr(), copy.data_ptr(), state.numel(), *numbers, CODE[copy.dtype])
+        self._address = ctypes.addressof(self._bound)
+
+    def _call(self, function: Any, f: Tensor, *tensors: Tensor | None) -> Any:
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
+        return function(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *addresses)
+
+    def _relax(self, f: Tensor, spill: Tensor | None) -> None:
+        f = self.in_order(f)
+        if self._call(library.revdeq_exact_relax, f, spill):
+            self._find_largest(f)
+
+    def _relax_norms(self, f: Tensor, spill: Tensor | None) -> Tensor:
+        f, partial = self.in_order(f), self.partial_sums()
+        if self._call(library.revdeq_exact_relax_norms, f, spill, partial):
+            self._find_largest(f)
+        return partial
+
+    def _invert(self, f: Tensor, adjoint: Tensor | None, vjp: Tensor | None, spill: Tensor | None) -> None:
+        vjp = None if vjp is None else self.in_order(vjp)
+        self._call(library.revdeq_exact_invert, self.in_order(f), adjoint, vjp, spill)

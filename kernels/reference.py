@@ -36,7 +36,7 @@ def relax_norms(state: Tensor, f: Tensor, copy: Tensor, beta: float) -> Tensor:
     """`relax`, and the partial sums of the squared change and of the squared new state: [2, chunks, LANES]."""
     before = state.clone()
     relax(state, f, copy, beta)
-    return torch.stack([_lane_sums((state - before).square()), _lane_sums(state.square())])
+    return torch.stack([lane_sums((state - before).square()), lane_sums(state.square())])
 
 
 def invert(state: Tensor, f: Tensor, copy: Tensor, beta: float) -> None:
@@ -58,10 +58,10 @@ def invert_compare(
     error = (state - beta * f.double()) / (1 - beta) - initial.double()
     if adjoint is not None and vjp is not None:
         adjoint.copy_((1 - beta) * adjoint + beta * vjp.to(adjoint.dtype))
-    return torch.stack([_lane_maxima(error), _lane_maxima(state)])
+    return torch.stack([lane_maxima(error), lane_maxima(state)])
 
 
-def _lane_maxima(x: Tensor) -> Tensor:
+def lane_maxima(x: Tensor) -> Tensor:
     bits = x.float().abs().view(torch.int32)
     return _in_rows(bits).amax(1)
 
@@ -70,7 +70,7 @@ def chunk_count(x: Tensor) -> int:
     return -(-x.numel() // (ROWS * LANES))
 
 
-def _lane_sums(x: Tensor) -> Tensor:
+def lane_sums(x: Tensor) -> Tensor:
     rows = _in_rows(x)
     total = rows[:, 0].clone()
     for row in range(1, ROWS):
@@ -94,6 +94,7 @@ class HalfStep:
         self.state, self.copy, self.beta = state, copy, beta
         self._stride = state.stride()
         self._partial: Tensor | None = None
+        self.spilled: list[Tensor] = []
 
     def relax(self, f: Tensor) -> None:
         relax(self.state, f, self.copy, self.beta)

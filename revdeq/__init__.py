@@ -9,8 +9,9 @@ if not (_Path(__file__).parent / "kernels").exists():
 from . import kernels
 from .module import RevDEQ
 from .monitor import ReconstructionError, ReconstructionWarning
+from .scheme import Exact
 from .solve import Solution, solve
 from .verify import verify
 
 __version__ = "0.1.0"
-__all__ = ["ReconstructionError", "ReconstructionWarning", "RevDEQ", "Solution", "kernels", "solve", "verify"]
+__all__ = ["Exact", "ReconstructionError", "ReconstructionWarning", "RevDEQ", "Solution", "kernels", "solve", "verify"]

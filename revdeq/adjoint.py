@@ -10,6 +10,7 @@ alive at a time.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import Tensor
 from .evaluate import Evaluation, State
 from .kernels.reference import HalfStep
 from .monitor import Monitor, can_look
+from .scheme import Scheme
 
 NORM_FLOOR = 1e-5
 """Added to the norm of the state in the relative change, so that a solution of zero can be reached."""
@@ -32,26 +34,23 @@ class Iteration:
     last change of z and of z."""
 
     f: Evaluation
-    beta: float
+    scheme: Scheme
     max_steps: int
     tol: float | None
-    half_step: type[HalfStep]
     monitor: Monitor | None
     steps: int = 0
     norms: Tensor | None = None
 
-    def bind(self, state: State, copy: State) -> list[HalfStep]:
-        return [self.half_step(x, c, self.beta) for x, c in zip(state, copy, strict=True)]
-
 
 @dataclass
 class Outcome:
-    """The last states, in float64 and in the dtypes that f reads."""
+    """The last states, as the solver keeps them and in the dtypes that f reads, and what it put aside."""
 
     y: State
     z: State
     y_copy: State
     z_copy: State
+    spilled: list[State]
 
 
 @torch.no_grad()
@@ -60,8 +59,8 @@ def iterate(it: Iteration, initial: State) -> Outcome:
     z_copy = [x.detach().clone() for x in initial]
     f_z = it.f.first(z_copy)
     y_copy = [torch.empty_like(c) for c in z_copy]
-    y, z = _widened(initial, z_copy), _widened(initial, z_copy)
-    relax_y, relax_z = it.bind(y, y_copy), it.bind(z, z_copy)
+    y, z = it.scheme.start(initial, z_copy), it.scheme.start(initial, z_copy)
+    relax_y, relax_z = it.scheme.bind(y, y_copy, it.max_steps), it.scheme.bind(z, z_copy, it.max_steps)
     look = it.tol is not None or can_look(initial[0])  # where it costs nothing, divergence is seen at once
     while True:
         it.steps += 1
@@ -77,13 +76,17 @@ def iterate(it: Iteration, initial: State) -> Outcome:
             for half_step, out in zip(relax_z, f_y, strict=True):
                 half_step.relax(out)
         del f_y
+        if look:
+            it.scheme.check([*relax_y, *relax_z], it.steps)
         if (look and _has_arrived(it)) or last:
             break
         f_z = it.f.value(z_copy)
     for wide, copy in zip(y, y_copy, strict=True):
         if copy.is_inference() or copy._version > 0:  # f changed its input in place, or may have
             copy.copy_(wide)
-    return Outcome(y, z, y_copy, z_copy)
+    if not look:
+        it.scheme.check([*relax_y, *relax_z], None)
+    return Outcome(y, z, y_copy, z_copy, [h.spilled for h in (*relax_y, *relax_z)])
 
 
 class Reversible(torch.autograd.Function):
@@ -92,9 +95,9 @@ class Reversible(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, it: Iteration, outcome: Outcome, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.it, ctx.size, ctx.spent = it, len(outcome.y), False
+        ctx.it, ctx.size, ctx.spills, ctx.spent = it, len(outcome.y), len(outcome.spilled[0]), False
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *outcome.y, *outcome.z)
+        ctx.save_for_backward(*itertools.chain(outcome.y, outcome.z, *outcome.spilled), *tensors)
         return (*outcome.y_copy, *outcome.z_copy)
 
     @staticmethod
@@ -104,21 +107,23 @@ class Reversible(torch.autograd.Function):
                 "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate "
                 "an iteration that you unroll yourself"
             )
-        it, size, (a, beta) = ctx.it, ctx.size, (1 - ctx.it.beta, ctx.it.beta)
+        it, size, (a, beta) = ctx.it, ctx.size, (ctx.it.scheme.a, ctx.it.scheme.beta)
         saved = list(ctx.saved_tensors)  # all of them, for autograd's check that none was changed in place
         if ctx.spent:  # saved tensors are freed by a backward pass that ends, but not by one that is interrupted
             raise RuntimeError(
                 "this backward pass was interrupted and cannot run a second time: it had begun to undo the steps. "
                 "Solve again, or call backward with retain_graph=True"
             )
-        initial, last = saved[:size], saved[-2 * size :]
+        last, initial = saved[: 2 * size], saved[2 * size * (1 + ctx.spills) :][:size]
+        spilled = [saved[2 * size + i * ctx.spills :][: ctx.spills] for i in range(2 * size)]
         keep = _graph_is_kept()
         ctx.spent = not keep
         if keep:
             last = [x.clone() for x in last]
         y, z = last[:size], last[size:]
-        copy = [torch.empty_like(x, dtype=x0.dtype).copy_(x) for x, x0 in zip(y, initial, strict=True)]
-        invert_y, invert_z = it.bind(y, copy), it.bind(z, copy)
+        copy = it.scheme.read(y, initial)
+        invert_y = it.scheme.bind(y, copy, it.steps, spilled[:size])
+        invert_z = it.scheme.bind(z, copy, it.steps, spilled[size:])
 
         # An adjoint is kept multiplied by beta, to be the seed of the next product, and its decay by a waits
         # for the pass that adds to it: the first such pass must find the gradient of y divided by a.
@@ -208,7 +213,7 @@ def _has_arrived(it: Iteration) -> bool:
     residual = relative_change(*it.norms.tolist())
     if not math.isfinite(residual):
         raise FloatingPointError(
-            f"the state is not finite after step {it.steps} of at most {it.max_steps} (beta = {it.beta:.6g}): "
+            f"the state is not finite after step {it.steps} of at most {it.max_steps} (beta = {it.scheme.beta:.6g}): "
             "f returns NaN or infinity, or the iteration diverges; try a smaller beta, or an f that contracts"
         )
     return it.tol is not None and residual <= it.tol
@@ -216,10 +221,6 @@ def _has_arrived(it: Iteration) -> bool:
 
 def relative_change(change: float, value: float) -> float:
     return math.sqrt(change) / (math.sqrt(value) + NORM_FLOOR)
-
-
-def _widened(state: Sequence[Tensor], like: State) -> State:
-    return [torch.empty_like(c, dtype=torch.float64).copy_(x) for x, c in zip(state, like, strict=True)]
 
 
 def _scaled(grad: Tensor | None, factor: float, like: Tensor) -> Tensor:

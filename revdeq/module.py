@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from .scheme import Exact
 from .solve import checked_beta, checked_check, checked_f, checked_max_steps, checked_tol, solve
 
 
@@ -32,12 +33,13 @@ class RevDEQ(nn.Module):
         beta: float = 0.5,
         max_steps: int = 8,
         tol: float | None = None,
+        state: str | Exact = "float64",
         check: str | None = "warn",
     ) -> None:
         super().__init__()
         checked_f(f), checked_beta(beta), checked_max_steps(max_steps), checked_tol(tol), checked_check(check)
         self.f = f
-        self.beta, self.max_steps, self.tol, self.check = beta, max_steps, tol, check
+        self.beta, self.max_steps, self.tol, self.state, self.check = beta, max_steps, tol, state, check
         self.last = None
 
     def forward(self, x: Any, *args: Any, z0: Any = None) -> Any:
@@ -55,7 +57,9 @@ class RevDEQ(nn.Module):
         return solution.z
 
     def extra_repr(self) -> str:
-        return f"beta={self.beta}, max_steps={self.max_steps}, tol={self.tol}, check={self.check!r}"
+        return (
+            f"beta={self.beta}, max_steps={self.max_steps}, tol={self.tol}, state={self.state!r}, check={self.check!r}"
+        )
 
 
 def _zeros_like(x: Any) -> Tensor:

@@ -41,18 +41,14 @@ class Monitor:
     check: str
     site: tuple[str, int]
     setting: str
+    remedy: str = 'Use state="exact", fewer steps or a smaller beta; or '
 
     def judge(self, maxima: Sequence[Tensor]) -> None:
         """Takes the partial maxima of `invert_compare`."""
         filled = [m.amax((1, 2)) for m in maxima if m.numel()]
         if not filled:
             return
-        bits = torch.stack(filled).amax(0)
-        if can_look(bits):
-            self._decide(bits)
-        elif not (bits.is_cuda and torch.cuda.is_current_stream_capturing()):
-            host = bits.to("cpu", non_blocking=True)
-            _pending.append((self, host, _arrival(bits.device)))
+        report(torch.stack(filled).amax(0), self._decide)
 
     def _decide(self, bits: Tensor) -> None:
         error, value = bits.view(torch.float32).tolist()
@@ -62,12 +58,20 @@ class Monitor:
         text = (
             f"the backward pass did not find its way back to the initial state: it is off by {rho:.1e} of the state's "
             f"size, where {LIMIT:.0e} can be trusted ({self.setting}), and so the gradient of this solve is not exact. "
-            "Use fewer steps or a smaller beta; or f does not compute the same when it is called again"
+            f"{self.remedy}f does not compute the same when it is called again"
         )
         if self.check == "raise":
             raise ReconstructionError(text)
         filename, line = self.site
         warnings.warn_explicit(text, ReconstructionWarning, filename, line, registry=_already_warned)
+
+
+def report(values: Tensor, decide: Callable[[Tensor], None]) -> None:
+    """Decide on values now, if they are at hand, or at a later solve, when they will have come from the device."""
+    if can_look(values):
+        decide(values)
+    elif not (values.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _pending.append((decide, values.to("cpu", non_blocking=True), _arrival(values.device)))
 
 
 def can_look(x: Tensor) -> bool:
@@ -84,15 +88,15 @@ def _arrival(device: torch.device) -> Callable[[], bool]:
     return event.query
 
 
-_pending: collections.deque[tuple[Monitor, Tensor, Callable[[], bool]]] = collections.deque()
+_pending: collections.deque[tuple[Callable[[Tensor], None], Tensor, Callable[[], bool]]] = collections.deque()
 _already_warned: dict[Any, Any] = {}
 
 
 def settle() -> None:
     """Decide on what has arrived from other devices since."""
     while _pending and _pending[0][2]():
-        monitor, bits, _ = _pending.popleft()
-        monitor._decide(bits)
+        decide, values, _ = _pending.popleft()
+        decide(values)
 
 
 def call_site() -> tuple[str, int]:

@@ -5,7 +5,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -15,10 +15,10 @@ from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from . import kernels
 from .adjoint import NORM_FLOOR, Iteration, Reversible, iterate
 from .evaluate import DTYPES, Evaluation
 from .monitor import CHECKS, Monitor, call_site, settle
+from .scheme import Exact, Float64, scheme_for
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Solution:
     steps: the number of steps that were taken.
     residual: the relative change ‖z_N - z_{N-1}‖ / (‖z_N‖ + 1e-5) of the last step, a 0-d tensor without a
         gradient. Reading it may wait for the device.
-    beta: the beta that was used: the one asked for, rounded to float32.
+    beta: the beta that was used: the one asked for, rounded to float32, or for state="exact" to a fraction.
     """
 
     z: Any
@@ -51,6 +51,7 @@ def solve(
     beta: float = 0.5,
     max_steps: int = 8,
     tol: float | None = None,
+    state: str | Exact = "float64",
     check: str | None = "warn",
 ) -> Solution:
     """Find z = f(z, *args) by the reversible fixed-point iteration (equation 5 of the paper)
@@ -71,6 +72,11 @@ def solve(
     max_steps: the number of steps N, each of which evaluates f twice.
     tol: None takes exactly `max_steps` steps and never waits for the device. With tol > 0 the iteration stops
         after the first step whose relative change, `Solution.residual`, is at most tol.
+    state: "float64" is the paper's mixed precision. "exact" keeps integers, in the same 8 bytes, which no step
+        changes beyond recovery: the gradient is exact for every beta and every number of steps. 1 - beta is taken
+        as the nearest fraction with a denominator of at most 64. Magnitudes must stay below 128 (or set
+        `revdeq.Exact(fraction_bits=...)`), and beyond some number of half-steps (beta .5: 32, .75: 16, .8: 13, .9:
+        9) 4 more bytes per element are kept for every such number.
     check: what to do when the backward pass finds that it did not arrive at z0, so that its gradient is not to
         be trusted (float64 has its range: the error grows like |1 - beta|^-max_steps): "warn", once for each
         place that calls, "raise", or None, which does not look. On the CPU this happens at the end of the
@@ -90,7 +96,7 @@ def solve(
     runs as it is. With tol=None no pass waits for the device, so that both can be captured in a CUDA graph.
     """
     run = _solve_untraced if torch.compiler.is_compiling() else _solve
-    return run(f, z0, args, beta, max_steps, tol, check)
+    return run(f, z0, args, beta, max_steps, tol, state, check)
 
 
 def _solve(
@@ -100,10 +106,11 @@ def _solve(
     beta: float,
     max_steps: int,
     tol: float | None,
+    state: str | Exact,
     check: str | None,
 ) -> Solution:
     checked_f(f)
-    beta = checked_beta(beta)
+    rounded = checked_beta(beta)
     max_steps = checked_max_steps(max_steps)
     tol = checked_tol(tol)
     check = checked_check(check)
@@ -112,9 +119,13 @@ def _solve(
     device = initial[0].device
 
     evaluation = Evaluation(f, spec, args, device)
-    half_step = kernels.half_step(device)
-    monitor = None if check is None else Monitor(check, call_site(), f"beta = {beta:.6g}, max_steps = {max_steps}")
-    it = Iteration(evaluation, beta, max_steps, tol, half_step, monitor)
+    scheme = scheme_for(state, rounded if state == "float64" else float(beta), device)
+    monitor = None
+    if check is not None:
+        monitor = Monitor(check, call_site(), f"beta = {scheme.beta:.6g}, max_steps = {max_steps}")
+        if not isinstance(scheme, Float64):
+            monitor = replace(monitor, remedy="The exact state loses nothing: ")
+    it = Iteration(evaluation, scheme, max_steps, tol, monitor)
     outcome = iterate(it, initial)
     last = (*outcome.y_copy, *outcome.z_copy)
     if evaluation.graph and (evaluation.inputs or any(x.requires_grad for x in initial)):
@@ -128,7 +139,7 @@ def _solve(
         y=tree_unflatten(y, spec),
         steps=it.steps,
         residual=change / (value + NORM_FLOOR),
-        beta=beta,
+        beta=scheme.beta,
     )
 
 

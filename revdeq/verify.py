@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .scheme import Exact
 from .solve import solve
 
 
@@ -48,7 +49,7 @@ class Report:
         else:
             text = (
                 f"rounding: the float64 state lost the input of evaluation {first_input} on the way back "
-                f"({self.setting}); use fewer steps or a smaller beta"
+                f'({self.setting}); state="exact" will not'
             )
         lost = len(self.changed_input)
         return f"{text}. In all, {lost} of {self.evaluations} inputs were not reconstructed bit for bit"
@@ -61,6 +62,7 @@ def verify(
     beta: float = 0.5,
     max_steps: int = 8,
     tol: float | None = None,
+    state: str | Exact = "float64",
 ) -> Report:
     """Run a solve forward and backward, with hashes of the bits of every input and output of f, and report
     whether the backward pass saw what the forward pass saw. The arguments are those of `revdeq.solve`.
@@ -70,11 +72,11 @@ def verify(
     """
     recorder = _Recorder(f)
     with torch.enable_grad():
-        state = _requiring_grad(z0)
-        solution = solve(recorder, state, *args, beta=beta, max_steps=max_steps, tol=tol, check=None)
+        initial = _requiring_grad(z0)
+        solution = solve(recorder, initial, *args, beta=beta, max_steps=max_steps, tol=tol, state=state, check=None)
         recorder.turn_back(f"beta = {solution.beta:.6g}, {solution.steps} steps")
         leaves = tree_leaves(solution.z)
-        torch.autograd.grad(leaves, tree_leaves(state), [torch.ones_like(x) for x in leaves], allow_unused=True)
+        torch.autograd.grad(leaves, tree_leaves(initial), [torch.ones_like(x) for x in leaves], allow_unused=True)
     assert recorder.report is not None
     return recorder.report
 

@@ -1,0 +1,156 @@
+"""How the solver keeps its states: in float64, the paper's scheme, or as integers, without any loss."""
+
+import functools
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .evaluate import State
+from .kernels import exact
+from .kernels.reference import HalfStep
+from .monitor import report
+
+
+class Scheme(Protocol):
+    """beta, a = 1 - beta, and what makes states and half-steps of tensors that f reads."""
+
+    @property
+    def beta(self) -> float: ...
+
+    @property
+    def a(self) -> float: ...
+
+    def start(self, initial: Sequence[Tensor], like: State) -> State:
+        """The initial state, laid out like `like`."""
+
+    def read(self, state: State, like: State) -> State:
+        """The state in the dtypes that f reads."""
+
+    def bind(self, state: State, copy: State, half_steps: int, spilled: list[State] | None = None) -> list[Any]:
+        """Half-steps; with `spilled`, to undo as many as are given."""
+
+    def check(self, half_steps: list[Any], step: int | None) -> None:
+        """Raise if a state did not fit, in this step, or, where a look would wait for the device, in any."""
+
+
+@dataclass(frozen=True)
+class Float64:
+    """The paper's mixed precision."""
+
+    beta: float
+    half_step: type[HalfStep]
+
+    @property
+    def a(self) -> float:
+        return 1 - self.beta
+
+    def start(self, initial: Sequence[Tensor], like: State) -> State:
+        return [torch.empty_like(c, dtype=torch.float64).copy_(x) for x, c in zip(initial, like, strict=True)]
+
+    def read(self, state: State, like: State) -> State:
+        return [torch.empty_like(x, dtype=c.dtype).copy_(x) for x, c in zip(state, like, strict=True)]
+
+    def bind(self, state: State, copy: State, half_steps: int, spilled: list[State] | None = None) -> list[HalfStep]:
+        return [self.half_step(x, c, self.beta) for x, c in zip(state, copy, strict=True)]
+
+    def check(self, half_steps: list[HalfStep], step: int | None) -> None:
+        """Every float fits; what is not finite shows in the norms."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A state of integers, whose half-steps are undone to the last bit, whatever beta and however many.
+
+    fraction_bits: of the fixed-point numbers that the state consists of. 24 of 32 bits hold magnitudes below 128
+        with a resolution of 6e-8.
+    """
+
+    fraction_bits: int = 24
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fraction_bits, int) or not 1 <= self.fraction_bits <= 30:
+            raise ValueError(f"fraction_bits = {self.fraction_bits!r} must be an integer from 1 to 30; 24 is usual")
+
+
+@dataclass(frozen=True)
+class Integers:
+    """The scheme that `Exact` asks for, with 1 - beta a fraction."""
+
+    radix: exact.Radix
+    half_step: type[exact.HalfStep]
+
+    @property
+    def beta(self) -> float:
+        return self.radix.beta
+
+    @property
+    def a(self) -> float:
+        return self.radix.a
+
+    def start(self, initial: Sequence[Tensor], like: State) -> State:
+        for x in initial:
+            number_and_bad = exact.integer(x.detach(), self.radix)
+            if x.numel():
+                report(torch.where(number_and_bad[1], exact.magnitude_bits(x.detach()), 0).max(), self._judge_start)
+        encoded = [exact.encode(x.detach(), self.radix) for x in initial]
+        return [torch.empty_like(c, dtype=torch.int64).copy_(x) for x, c in zip(encoded, like, strict=True)]
+
+    def read(self, state: State, like: State) -> State:
+        copies = [torch.empty_like(x, dtype=c.dtype) for x, c in zip(state, like, strict=True)]
+        for x, c in zip(state, copies, strict=True):
+            exact.decode(x >> 32, c, self.radix)
+        return copies
+
+    def bind(self, state: State, copy: State, half_steps: int, spilled: list[State] | None = None) -> list[Any]:
+        backs = spilled if spilled is not None else [None] * len(state)
+        rows = zip(state, copy, backs, strict=True)
+        return [self.half_step(x, c, self.radix, half_steps, back) for x, c, back in rows]
+
+    def check(self, half_steps: list[exact.HalfStep], step: int | None) -> None:
+        alarms = [h.alarm if step is None else h.alarm[step - 1 : step] for h in half_steps]
+        worst = functools.reduce(torch.maximum, alarms)
+        report(worst, functools.partial(self._judge, first_step=step or 1))
+
+    def _judge_start(self, bits: Tensor) -> None:
+        if bits:
+            raise OverflowError(f"z0 does not fit the exact state: {self._trouble(int(bits))}")
+
+    def _judge(self, bits: Tensor, first_step: int) -> None:
+        for i, value in enumerate(bits.tolist()):
+            if value:
+                trouble = self._trouble(value)
+                kind = FloatingPointError if "finite" in trouble else OverflowError
+                raise kind(f"the exact state was left in step {first_step + i}: {trouble}")
+
+    def _trouble(self, bits: int) -> str:
+        (size,) = struct.unpack("<f", struct.pack("<i", bits))
+        bits_used = self.radix.fraction_bits
+        if not math.isfinite(size):
+            return "f is not finite; try a smaller beta, or an f that contracts"
+        needed = max(1, 30 - max(0, math.frexp(max(size, 2.0 ** (31 - bits_used)))[1]))
+        return (
+            f"with f at {size:.3g}, where {bits_used} fraction bits hold magnitudes below {2.0 ** (31 - bits_used):g}; "
+            f"use state=revdeq.Exact(fraction_bits={needed}), or an f that is normalised"
+        )
+
+
+def scheme_for(state: Any, beta: float, device: torch.device) -> Scheme:
+    if state == "float64":
+        return Float64(beta, kernels.half_step(device))
+    if state == "exact":
+        state = Exact()
+    if not isinstance(state, Exact):
+        raise ValueError(f"state = {state!r} must be 'float64', 'exact' or revdeq.Exact(fraction_bits=...)")
+    radix = exact.Radix.nearest(beta, state.fraction_bits)
+    if radix.p == 0 or radix.p >= radix.d:
+        raise ValueError(
+            f"beta = {beta:.6g} has no usable fraction: state='exact' takes 1 - beta = p / d with d <= "
+            f"{exact.LARGEST_DENOMINATOR}, neither 0 nor 1; use beta = 0.5, 0.8 or 0.9, for example"
+        )
+    return Integers(radix, kernels.exact_half_step(device))
