@@ -153,8 +153,8 @@ def _floor_divide(x: Tensor, divisor: int) -> Tensor:
 class HalfStep(reference.HalfStep):
     """An integer state, its copy in the dtype that f reads, and the radix.
 
-    spilled: remainders put aside, 4 bytes per element each, the latest last.
-    alarm: for each half-step 0, or the bits of the magnitude (float32) of an f that did not fit, or with which
+    spilled: remainders put aside, 4 bytes per element each, the latest last. Given, half-steps are undone.
+    alarm: [half-steps, LANES]: 0, or the bits of the magnitude (float32) of an f that did not fit, or with which
         the state did not fit; what was computed with it is worthless.
     """
 
@@ -165,7 +165,8 @@ class HalfStep(reference.HalfStep):
         self.radix = radix
         self.done = half_steps if spilled is not None else 0
         self.spilled = [] if spilled is None else spilled
-        self.alarm = torch.zeros(half_steps, dtype=torch.int32, device=state.device)
+        self._room: list[Tensor] = []
+        self.alarm = torch.zeros((half_steps, reference.LANES), dtype=torch.int32, device=state.device)
 
     def relax(self, f: Tensor) -> None:
         self._relax(f, self._put_aside())
@@ -187,8 +188,21 @@ class HalfStep(reference.HalfStep):
     def _put_aside(self) -> Tensor | None:
         if not self.radix.spills_before(self.done):
             return None
-        self.spilled.append(torch.empty_like(self.state, dtype=torch.int32))
+        self.spilled.append(self._room.pop() if self._room else torch.empty_like(self.state, dtype=torch.int32))
         return self.spilled[-1]
+
+    def make_room(self) -> None:
+        """Allocate now what all half-steps will put aside."""
+        spills = sum(map(self.radix.spills_before, range(len(self.alarm))))
+        try:
+            self._room = [torch.empty_like(self.state, dtype=torch.int32) for _ in range(spills)]
+        except RuntimeError as error:
+            size = 8 * spills * self.state.numel() / 2**30
+            raise MemoryError(
+                f"the remainders of {len(self.alarm)} steps at beta = {self.beta:.6g} take {4 * spills} bytes per "
+                f"element of y and of z, {size:.1f} GiB in all, for which there is no memory: use a smaller beta (0.5 "
+                "takes none up to 32 steps) or fewer steps"
+            ) from error
 
     def _take_back(self) -> Tensor | None:
         return self.spilled.pop() if self.radix.spills_before(self.done) else None
@@ -213,10 +227,10 @@ class HalfStep(reference.HalfStep):
 
     def _raise_alarm(self, f: Tensor, bad: Tensor) -> None:
         if bad.numel():
-            self.alarm[self.done] = torch.where(bad, magnitude_bits(f), 0).max()
+            self.alarm[self.done, 0] = torch.where(bad, magnitude_bits(f), 0).max()
 
     def _find_largest(self, f: Tensor) -> None:
-        self.alarm[self.done] = magnitude_bits(f).max()
+        self.alarm[self.done, 0] = magnitude_bits(f).max()
 
     def partial_sums(self) -> Tensor:
         if self._partial is None:

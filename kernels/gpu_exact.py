@@ -53,7 +53,7 @@ def _floor_divide(b_x, D: tl.constexpr):
 
 @triton.jit
 def _relax_row(
-    p_state, p_f, p_copy, p_spill, p_alarm, o_row, m_row,
+    p_state, p_f, p_copy, p_spill, p_alarm, o_lane, o_row, m_row,
     SIGN: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr, SPILL: tl.constexpr,
 ):  # fmt: skip
     b_state = _load(p_state + o_row, m_row)
@@ -72,9 +72,9 @@ def _relax_row(
     tl.store(p_state + o_row, (b_next << 32) | b_r, mask=m_row)
     _store_decoded(p_copy + o_row, b_next, m_row, UNIT)
     b_fits = b_fits & (b_next >= -2147483648) & (b_next < 2147483648)
-    # Only where something is wrong is there anything to store; of several, any will do.
+    # Only where something is wrong is there anything to store; of several in a lane, any will do.
     b_bits = tl.maximum(b_f.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    tl.store(p_alarm + o_row * 0, b_bits, mask=b_fits == 0)
+    tl.store(p_alarm + o_lane, b_bits, mask=b_fits == 0)
     return (b_next - b_y).to(tl.int32).to(tl.float32) * UNIT, b_next.to(tl.int32).to(tl.float32) * UNIT
 
 
@@ -89,7 +89,7 @@ def _relax_kernel(
     p_state += start
     p_f += start
     p_copy += start
-    p_alarm += half_step
+    p_alarm += half_step * LANES
     if SPILL:
         p_spill += start
     o_lane = tl.arange(0, LANES)
@@ -99,7 +99,7 @@ def _relax_kernel(
         for row in tl.static_range(ROWS):
             o_row = row * LANES + o_lane
             b_step, b_next = _relax_row(
-                p_state, p_f, p_copy, p_spill, p_alarm, o_row, None, SIGN, P, D, SCALE, UNIT, SPILL
+                p_state, p_f, p_copy, p_spill, p_alarm, o_lane, o_row, None, SIGN, P, D, SCALE, UNIT, SPILL
             )
             if NORMS:
                 b_change += b_step * b_step
@@ -109,7 +109,7 @@ def _relax_kernel(
             o_row = row * LANES + o_lane
             m_row = o_row < n - start
             b_step, b_next = _relax_row(
-                p_state, p_f, p_copy, p_spill, p_alarm, o_row, m_row, SIGN, P, D, SCALE, UNIT, SPILL
+                p_state, p_f, p_copy, p_spill, p_alarm, o_lane, o_row, m_row, SIGN, P, D, SCALE, UNIT, SPILL
             )
             if NORMS:  # a masked element is 0, and stays 0
                 b_change += b_step * b_step

@@ -61,6 +61,8 @@ def iterate(it: Iteration, initial: State) -> Outcome:
     y_copy = [torch.empty_like(c) for c in z_copy]
     y, z = it.scheme.start(initial, z_copy), it.scheme.start(initial, z_copy)
     relax_y, relax_z = it.scheme.bind(y, y_copy, it.max_steps), it.scheme.bind(z, z_copy, it.max_steps)
+    if it.tol is None:
+        it.scheme.make_room([*relax_y, *relax_z])
     look = it.tol is not None or can_look(initial[0])  # where it costs nothing, divergence is seen at once
     while True:
         it.steps += 1

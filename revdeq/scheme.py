@@ -35,6 +35,9 @@ class Scheme(Protocol):
     def bind(self, state: State, copy: State, half_steps: int, spilled: list[State] | None = None) -> list[Any]:
         """Half-steps; with `spilled`, to undo as many as are given."""
 
+    def make_room(self, half_steps: list[Any]) -> None:
+        """Allocate what will be put aside in all of the steps that were announced."""
+
     def check(self, half_steps: list[Any], step: int | None) -> None:
         """Raise if a state did not fit, in this step, or, where a look would wait for the device, in any."""
 
@@ -58,6 +61,9 @@ class Float64:
 
     def bind(self, state: State, copy: State, half_steps: int, spilled: list[State] | None = None) -> list[HalfStep]:
         return [self.half_step(x, c, self.beta) for x, c in zip(state, copy, strict=True)]
+
+    def make_room(self, half_steps: list[HalfStep]) -> None:
+        """Nothing is put aside."""
 
     def check(self, half_steps: list[HalfStep], step: int | None) -> None:
         """Every float fits; what is not finite shows in the norms."""
@@ -112,9 +118,13 @@ class Integers:
         rows = zip(state, copy, backs, strict=True)
         return [self.half_step(x, c, self.radix, half_steps, back) for x, c, back in rows]
 
+    def make_room(self, half_steps: list[exact.HalfStep]) -> None:
+        for half_step in half_steps:
+            half_step.make_room()
+
     def check(self, half_steps: list[exact.HalfStep], step: int | None) -> None:
         alarms = [h.alarm if step is None else h.alarm[step - 1 : step] for h in half_steps]
-        worst = functools.reduce(torch.maximum, alarms)
+        worst = functools.reduce(torch.maximum, alarms).amax(1)
         report(worst, functools.partial(self._judge, first_step=step or 1))
 
     def _judge_start(self, bits: Tensor) -> None:

@@ -62,7 +62,7 @@ def roundtrip(
 def test_bits_equal_the_reference_for_every_beta(exact_half_step, beta, norms):
     half_step, device = exact_half_step
     radix = Radix.nearest(beta, 24)
-    steps = 2 * radix.free_half_steps + 2 if beta in (0.8, 0.95) else 8  # past the second spill
+    steps = 2 * radix.free_half_steps + 2 if beta == 0.95 else 4  # past the second spill
     settings = {"half_steps": steps, "norms": norms, "n": 4500 if norms else 1500}
     expected = roundtrip(exact.HalfStep, radix, device, **settings)
     assert all(map(torch.equal, roundtrip(half_step, radix, device, **settings), expected))
@@ -118,7 +118,7 @@ def test_what_does_not_fit_raises_the_alarm_of_its_half_step(exact_half_step, ba
     step.relax(f)
     f[17] = bad
     step.relax(f)
-    alarm = step.alarm.cpu().view(torch.float32)
+    alarm = step.alarm.amax(1).cpu().view(torch.float32)
     assert alarm[0] == 0
     assert torch.equal(alarm[1], torch.tensor(abs(bad))) or (alarm[1].isnan() and bad != bad)
 
@@ -270,3 +270,23 @@ def test_bad_settings():
     for bits in (0, 31, 2.5, "24"):
         with pytest.raises(ValueError, match="fraction_bits = .* must be an integer from 1 to 30"):
             revdeq.Exact(fraction_bits=bits)
+
+
+def test_remainders_that_do_not_fit_into_memory_are_an_error_with_their_size(monkeypatch):
+    def none_left(*args, **kwargs):
+        raise RuntimeError("not enough memory: you tried to allocate")
+
+    half_step = exact.HalfStep(torch.zeros(2**20, dtype=torch.int64), torch.zeros(2**20), Radix.nearest(0.9, 24), 64)
+    monkeypatch.setattr(torch, "empty_like", none_left)
+    with pytest.raises(
+        MemoryError, match=r"64 steps at beta = 0.9 take 28 bytes per element.*0.1 GiB in all.*smaller beta"
+    ):
+        half_step.make_room()
+
+
+def test_at_the_size_of_the_image_model_of_the_paper():
+    """C = 64, width 2, 32x32, beta .8, N = 8, where float64 is 3e-4 off."""
+    torch.manual_seed(0)
+    f, x = ConvBlock(64, width=2), torch.randn(4, 64, 32, 32)
+    assert revdeq.verify(f, torch.zeros_like(x), x, beta=0.8, max_steps=8, state="exact").exact
+    assert not revdeq.verify(f, torch.zeros_like(x), x, beta=0.8, max_steps=8).exact

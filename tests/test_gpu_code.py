@@ -9,7 +9,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-from revdeq.kernels import gpu  # noqa: E402
+from revdeq.kernels import exact, gpu, gpu_exact  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7), reason="uses the binder of Triton 3.7 and later"
@@ -89,3 +89,33 @@ def test_a_chunk_begins_at_a_64_bit_offset(monkeypatch):
     for kernel in compiled:
         products = re.findall(r"arith\.(?:muli|shli) .* : (\w+)", kernel.asm["ttir"])
         assert products and set(products) == {"i64"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("operation", ["relax", "relax_norms", "spill", "invert_adjoint"])
+@pytest.mark.parametrize("beta", [0.8, 0.6])
+def test_the_integer_state_needs_no_float64_no_shared_memory_and_no_barrier(target, operation, beta, monkeypatch):
+    n = 100_003
+    f, vjp = torch.zeros(n), torch.zeros(n)
+    with compiling(TARGETS[target], monkeypatch) as compiled:
+        radix = exact.Radix.nearest(beta, 24)
+        half_step = gpu_exact.HalfStep(torch.zeros(n, dtype=torch.int64), torch.zeros(n), radix, 30)
+        if operation == "invert_adjoint":
+            half_step.done = 1
+            half_step.invert_adjoint(f, torch.zeros(n), vjp)
+        elif operation == "spill":
+            half_step.done = radix.free_half_steps
+            half_step.relax(f)
+        else:
+            getattr(half_step, operation)(f)
+    (kernel,) = compiled
+    assert kernel.metadata.shared == 0
+    text = kernel.asm["amdgcn" if target.startswith("gfx") else "ptx"]
+    if target.startswith("gfx"):
+        assert "s_barrier" not in text
+        assert not re.search(r"v_\w+_f64", text)
+        assert re.search(r"vgpr_spill_count: +0\b", text)
+    else:
+        assert not re.search(r"\bbar\.|\.local|\.f64", text)
+        assert "fma.rn.f" not in text
+        assert re.search(r"(ld\.global|st\.global)\.v2\.b64", text)
