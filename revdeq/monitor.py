@@ -41,7 +41,7 @@ class Monitor:
     check: str
     site: tuple[str, int]
     setting: str
-    remedy: str = 'Use state="exact", fewer steps or a smaller beta; or '
+    remedy: str
 
     def judge(self, maxima: Sequence[Tensor]) -> None:
         """Takes the partial maxima of `invert_compare`."""

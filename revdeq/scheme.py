@@ -5,7 +5,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,10 @@ from .monitor import report
 
 
 class Scheme(Protocol):
-    """beta, a = 1 - beta, and what makes states and half-steps of tensors that f reads."""
+    """beta, a = 1 - beta, what to do when the way back is lost, and what makes states and half-steps of tensors
+    that f reads."""
+
+    remedy: ClassVar[str]
 
     @property
     def beta(self) -> float: ...
@@ -46,6 +49,7 @@ class Scheme(Protocol):
 class Float64:
     """The paper's mixed precision."""
 
+    remedy: ClassVar[str] = 'Use state="exact", fewer steps or a smaller beta; or '
     beta: float
     half_step: type[HalfStep]
 
@@ -88,6 +92,7 @@ class Exact:
 class Integers:
     """The scheme that `Exact` asks for, with 1 - beta a fraction."""
 
+    remedy: ClassVar[str] = "The exact state loses nothing: "
     radix: exact.Radix
     half_step: type[exact.HalfStep]
 
@@ -101,9 +106,9 @@ class Integers:
 
     def start(self, initial: Sequence[Tensor], like: State) -> State:
         for x in initial:
-            number_and_bad = exact.integer(x.detach(), self.radix)
+            _, bad = exact.integer(x.detach(), self.radix)
             if x.numel():
-                report(torch.where(number_and_bad[1], exact.magnitude_bits(x.detach()), 0).max(), self._judge_start)
+                report(torch.where(bad, exact.magnitude_bits(x.detach()), 0).max(), self._judge_start)
         encoded = [exact.encode(x.detach(), self.radix) for x in initial]
         return [torch.empty_like(c, dtype=torch.int64).copy_(x) for x, c in zip(encoded, like, strict=True)]
 

@@ -5,7 +5,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from .adjoint import NORM_FLOOR, Iteration, Reversible, iterate
 from .evaluate import DTYPES, Evaluation
 from .monitor import CHECKS, Monitor, call_site, settle
-from .scheme import Exact, Float64, scheme_for
+from .scheme import Exact, scheme_for
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,8 @@ def _solve(
     scheme = scheme_for(state, rounded if state == "float64" else float(beta), device)
     monitor = None
     if check is not None:
-        monitor = Monitor(check, call_site(), f"beta = {scheme.beta:.6g}, max_steps = {max_steps}")
-        if not isinstance(scheme, Float64):
-            monitor = replace(monitor, remedy="The exact state loses nothing: ")
+        setting = f"beta = {scheme.beta:.6g}, max_steps = {max_steps}"
+        monitor = Monitor(check, call_site(), setting, scheme.remedy)
     it = Iteration(evaluation, scheme, max_steps, tol, monitor)
     outcome = iterate(it, initial)
     last = (*outcome.y_copy, *outcome.z_copy)
