@@ -23,7 +23,15 @@ class BuildKernel(build_ext):
             super().build_extension(ext)
             return
         # Contraction into multiply-adds would change the bits.
-        flags = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+        flags = [
+            "-std=c11",
+            "-O2",
+            "-ftree-vectorize",
+            "-ffp-contract=off",
+            "-fno-math-errno",
+            "-fno-trapping-math",
+            "-fvisibility=hidden",
+        ]
         # Only on Linux does torch's wheel share its OpenMP runtime under the name the compiler links.
         attempts = [["-fopenmp"], ["-fopenmp-simd"], []] if sys.platform == "linux" else [["-fopenmp-simd"], []]
         for openmp in attempts:

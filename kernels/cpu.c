@@ -427,6 +427,58 @@ CLONES static void exact_invert_chunk(const exact_half_step *h, const void *f, i
             state[i] = (int64_t)(((uint64_t)state[i] & 0xFFFFFFFF00000000u) | (uint32_t)spill[from + i]);
 }
 
+/* Compares as invert_compare_loop does. A remainder that is not 0 at the beginning is an error too. */
+INLINE void exact_compare_loop(const exact_half_step *h, const int64_t *state, const void *f, const void *initial,
+                               void *adjoint, const void *vjp, int64_t n, int32_t *error, int32_t *value,
+                               enum dtype f_type, enum dtype copy_type) {
+    const double sign = h->sign, p = h->p, d = h->d, weight = h->weight, scale = h->scale;
+    const double inverse_p = 1 / p, inverse_d = 1 / d;
+    const float a32 = (float)h->a, beta32 = (float)h->beta, unit = (float)(1 / scale);
+    memset(error, 0, LANES * sizeof *error);
+    memset(value, 0, LANES * sizeof *value);
+    for (int64_t row = 0; row < n; row += LANES) {
+        int64_t lanes = n - row < LANES ? n - row : LANES;
+#pragma omp simd
+        for (int64_t lane = 0; lane < lanes; lane++) {
+            int64_t i = row + lane;
+            double y = high(state[i]), r = low(state[i]), rest = floor_divide(r, inverse_d);
+            double u = sign * (y * d + (r - rest * d) - weight * to_integer(load(f, i, f_type), scale));
+            double previous = floor_divide(u, inverse_p);
+            float difference = (float)(previous - to_integer(load(initial, i, copy_type), scale)) * unit +
+                               (float)(rest * p + (u - previous * p));
+            int32_t error_bits = (int32_t)(bits_of(difference) & 0x7FFFFFFFu);
+            int32_t value_bits = (int32_t)(bits_of((float)y * unit) & 0x7FFFFFFFu);
+            error[lane] = error_bits > error[lane] ? error_bits : error[lane];
+            value[lane] = value_bits > value[lane] ? value_bits : value[lane];
+            if (!adjoint)
+                continue;
+            if (copy_type == F64)
+                ((double *)adjoint)[i] = h->a * ((double *)adjoint)[i] + h->beta * ((const double *)vjp)[i];
+            else
+                ((float *)adjoint)[i] = a32 * ((float *)adjoint)[i] + beta32 * (float)load(vjp, i, copy_type);
+        }
+    }
+}
+
+CLONES static void exact_compare_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from, int64_t n,
+                                       const void *initial, void *adjoint, const void *vjp, int32_t *error,
+                                       int32_t *value) {
+    const int64_t *state = h->state + from;
+    if (adjoint)
+        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
+            exact_compare_loop(h, state, at(f, from, F), at(initial, from, C), at(adjoint, from, C == F64 ? F64 : F32),
+                               at(vjp, from, C), n, error, value, F, C)))
+    else
+        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
+            exact_compare_loop(h, state, at(f, from, F), at(initial, from, C), NULL, NULL, n, error, value, F, C)))
+}
+
+API void revdeq_exact_invert_compare(const exact_half_step *h, const void *f, int f_type, int threads,
+                                     const void *initial, void *adjoint, const void *vjp, int32_t *partial) {
+    FOR_EACH_CHUNK(threads, exact_compare_chunk(h, f, f_type, from, n, initial, adjoint, vjp, partial + chunk * LANES,
+                                                partial + (chunks + chunk) * LANES))
+}
+
 /* Return whether an f or a state did not fit into 32 bits. spill may be NULL, as may adjoint with vjp. */
 API int revdeq_exact_relax(const exact_half_step *h, const void *f, int f_type, int threads, int32_t *spill) {
     int64_t bad = 0;

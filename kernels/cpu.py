@@ -34,7 +34,12 @@ def _load() -> Any:
     for name, more in (("relax", 0), ("relax_norms", 1), ("invert", 2), ("invert_compare", 4)):
         function = getattr(library, f"revdeq_{name}")
         function.argtypes, function.restype = [*common, *[c_void_p] * more], None
-    for name, more, result in (("relax", 1, c_int), ("relax_norms", 2, c_int), ("invert", 3, None)):
+    for name, more, result in (
+        ("relax", 1, c_int),
+        ("relax_norms", 2, c_int),
+        ("invert", 3, None),
+        ("invert_compare", 4, None),
+    ):
         function = getattr(library, f"revdeq_exact_{name}")
         function.argtypes, function.restype = [*common, *[c_void_p] * more], result
     return library
@@ -106,3 +111,9 @@ class ExactHalfStep(exact.HalfStep):
     def _invert(self, f: Tensor, adjoint: Tensor | None, vjp: Tensor | None, spill: Tensor | None) -> None:
         vjp = None if vjp is None else self.in_order(vjp)
         self._call(library.revdeq_exact_invert, self.in_order(f), adjoint, vjp, spill)
+
+    def invert_compare(self, f: Tensor, initial: Tensor, adjoint: Tensor | None, vjp: Tensor | None) -> Tensor:
+        initial, partial = self.in_order(initial), self.partial_maxima()
+        vjp = None if vjp is None else self.in_order(vjp)
+        self._call(library.revdeq_exact_invert_compare, self.in_order(f), initial, adjoint, vjp, partial)
+        return partial

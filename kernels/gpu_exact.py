@@ -183,6 +183,61 @@ def _invert_kernel(
             )  # fmt: skip
 
 
+@triton.jit
+def _compare_row(
+    p_state, p_f, p_initial, p_adjoint, p_vjp, o_row, m_row,
+    SIGN: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr,
+    A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr,
+):  # fmt: skip
+    b_state, b_y, b_r = _previous(p_state, p_f, o_row, m_row, SIGN, P, D, SCALE)
+    b_initial, _ = _integer(_load(p_initial + o_row, m_row), SCALE)
+    if ADJOINT:
+        gpu._update_adjoint(p_adjoint, p_vjp, o_row, m_row, A, BETA)
+    b_error = (b_y - b_initial).to(tl.float32) * UNIT + b_r.to(tl.float32)
+    b_value = (b_state >> 32).to(tl.float32) * UNIT
+    return gpu._magnitude_bits(b_error), gpu._magnitude_bits(b_value)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _compare_kernel(
+    p_state, p_f, p_initial, p_adjoint, p_vjp, p_partial, n,
+    SIGN: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr,
+    A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    start = chunk * (ROWS * LANES)
+    p_state += start
+    p_f += start
+    p_initial += start
+    if ADJOINT:
+        p_adjoint += start
+        p_vjp += start
+    o_lane = tl.arange(0, LANES)
+    b_error = tl.full((LANES,), 0, tl.int32)
+    b_value = tl.full((LANES,), 0, tl.int32)
+    if start + ROWS * LANES <= n:
+        for row in tl.static_range(ROWS):
+            b_row_error, b_row_value = _compare_row(
+                p_state, p_f, p_initial, p_adjoint, p_vjp, row * LANES + o_lane, None,
+                SIGN, P, D, SCALE, UNIT, A, BETA, ADJOINT,
+            )  # fmt: skip
+            b_error = tl.maximum(b_error, b_row_error)
+            b_value = tl.maximum(b_value, b_row_value)
+    else:
+        for row in tl.static_range(ROWS):  # what is masked is 0, and was 0
+            o_row = row * LANES + o_lane
+            b_row_error, b_row_value = _compare_row(
+                p_state, p_f, p_initial, p_adjoint, p_vjp, o_row, o_row < n - start,
+                SIGN, P, D, SCALE, UNIT, A, BETA, ADJOINT,
+            )  # fmt: skip
+            b_error = tl.maximum(b_error, b_row_error)
+            b_value = tl.maximum(b_value, b_row_value)
+    p_partial += chunk * LANES
+    tl.store(p_partial + o_lane, b_error)
+    p_partial += tl.num_programs(0).to(tl.int64) * LANES
+    tl.store(p_partial + o_lane, b_value)
+
+
 class HalfStep(exact.HalfStep):
     def __init__(
         self, state: Tensor, copy: Tensor, radix: exact.Radix, half_steps: int, spilled: list[Tensor] | None = None
@@ -219,3 +274,11 @@ class HalfStep(exact.HalfStep):
         arguments = (self.in_order(f), self.copy, adjoint, vjp, spill, self.state.numel())
         flags = {"ADJOINT": adjoint is not None, "SPILL": spill is not None}
         self._launch(_invert_kernel, *arguments, A=self.radix.a, BETA=self.radix.beta, **flags)
+
+    def invert_compare(self, f: Tensor, initial: Tensor, adjoint: Tensor | None, vjp: Tensor | None) -> Tensor:
+        partial = self.partial_maxima()
+        vjp = None if vjp is None else self.in_order(vjp)
+        arguments = (self.in_order(f), self.in_order(initial), adjoint, vjp, partial, self.state.numel())
+        flags = {"ADJOINT": adjoint is not None, "ROWS": reference.ROWS}
+        self._launch(_compare_kernel, *arguments, A=self.radix.a, BETA=self.radix.beta, **flags)
+        return partial

@@ -51,7 +51,10 @@ def roundtrip(
     back = half_step(state, copy, radix, half_steps, there.spilled)
     for f in reversed(fs[1:]):
         back.invert_adjoint(f, adjoint, random(copy_dtype))
-    maxima = back.invert_compare(fs[0], there.copy.new_tensor(0.0).expand(n).contiguous(), None, None)
+    other = random(copy_dtype)
+    maxima = torch.cat(
+        [back.invert_compare(fs[0], other, None, None), back.invert_compare(fs[0], other, adjoint, other)]
+    )
     back.invert(fs[0])
     assert torch.equal(state, start), "the way back ends where the way there began"
     return [x.cpu() for x in (*left, copy, adjoint, maxima)]

@@ -92,7 +92,7 @@ def test_a_chunk_begins_at_a_64_bit_offset(monkeypatch):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("operation", ["relax", "relax_norms", "spill", "invert_adjoint"])
+@pytest.mark.parametrize("operation", ["relax", "relax_norms", "spill", "invert_adjoint", "invert_compare"])
 @pytest.mark.parametrize("beta", [0.8, 0.6])
 def test_the_integer_state_needs_no_float64_no_shared_memory_and_no_barrier(target, operation, beta, monkeypatch):
     n = 100_003
@@ -103,6 +103,8 @@ def test_the_integer_state_needs_no_float64_no_shared_memory_and_no_barrier(targ
         if operation == "invert_adjoint":
             half_step.done = 1
             half_step.invert_adjoint(f, torch.zeros(n), vjp)
+        elif operation == "invert_compare":
+            half_step.invert_compare(f, vjp, torch.zeros(n), vjp)
         elif operation == "spill":
             half_step.done = radix.free_half_steps
             half_step.relax(f)
