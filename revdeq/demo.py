@@ -24,7 +24,7 @@ from .solve import solve
 
 DEPTHS = (2, 4, 8)
 PLOTTED_DEPTHS = (1, 2, 4, 8, 16, 32, 64)
-BETA = 0.8
+BETA = 0.5
 EPOCHS = 5
 BATCH = 64
 

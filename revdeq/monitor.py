@@ -62,8 +62,9 @@ class Monitor:
         )
         if self.check == "raise":
             raise ReconstructionError(text)
-        filename, line = self.site
-        warnings.warn_explicit(text, ReconstructionWarning, filename, line, registry=_already_warned)
+        if self.site not in _already_warned:
+            _already_warned.add(self.site)
+            warnings.warn_explicit(text, ReconstructionWarning, *self.site)
 
 
 def report(values: Tensor, decide: Callable[[Tensor], None]) -> None:
@@ -89,7 +90,7 @@ def _arrival(device: torch.device) -> Callable[[], bool]:
 
 
 _pending: collections.deque[tuple[Callable[[Tensor], None], Tensor, Callable[[], bool]]] = collections.deque()
-_already_warned: dict[Any, Any] = {}
+_already_warned: set[tuple[str, int]] = set()
 
 
 def settle() -> None:

@@ -14,7 +14,7 @@ from revdeq.models import ConvBlock
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(monitor, "_already_warned", {})
+    monkeypatch.setattr(monitor, "_already_warned", set())
 
 
 def block():
@@ -35,8 +35,8 @@ def test_beyond_its_range_it_warns_once_for_each_place_that_calls():
     f = block()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        for _ in range(3):
-            revdeq.solve(f, torch.randn(5, 8), beta=0.9, max_steps=20).z.sum().backward()
+        for beta in (0.9, 0.89, 0.88):  # with another text each time
+            revdeq.solve(f, torch.randn(5, 8), beta=beta, max_steps=20).z.sum().backward()
         layer = revdeq.RevDEQ(lambda z, x: f(z) + x, beta=0.9, max_steps=20)
         layer(torch.randn(5, 8)).sum().backward()
     assert [w.category for w in caught] == [revdeq.ReconstructionWarning] * 2
