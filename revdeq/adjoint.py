@@ -59,7 +59,8 @@ def iterate(it: Iteration, initial: State) -> Outcome:
     z_copy = [x.detach().clone() for x in initial]
     f_z = it.f.first(z_copy)
     y_copy = [torch.empty_like(c) for c in z_copy]
-    y, z = it.scheme.start(initial, z_copy), it.scheme.start(initial, z_copy)
+    y = it.scheme.start(initial, z_copy)
+    z = [x.clone() for x in y]
     relax_y, relax_z = it.scheme.bind(y, y_copy, it.max_steps), it.scheme.bind(z, z_copy, it.max_steps)
     if it.tol is None:
         it.scheme.make_room([*relax_y, *relax_z])
@@ -83,9 +84,8 @@ def iterate(it: Iteration, initial: State) -> Outcome:
         if (look and _has_arrived(it)) or last:
             break
         f_z = it.f.value(z_copy)
-    for wide, copy in zip(y, y_copy, strict=True):
-        if copy.is_inference() or copy._version > 0:  # f changed its input in place, or may have
-            copy.copy_(wide)
+    if any(c.is_inference() or c._version > 0 for c in y_copy):  # f changed its input in place, or may have
+        y_copy = it.scheme.read(y, y_copy)
     if not look:
         it.scheme.check([*relax_y, *relax_z], None)
     return Outcome(y, z, y_copy, z_copy, [h.spilled for h in (*relax_y, *relax_z)])

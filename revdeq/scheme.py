@@ -105,12 +105,13 @@ class Integers:
         return self.radix.a
 
     def start(self, initial: Sequence[Tensor], like: State) -> State:
-        for x in initial:
-            _, bad = exact.integer(x.detach(), self.radix)
+        state = []
+        for x, c in zip(initial, like, strict=True):
+            number, bad = exact.integer(x.detach(), self.radix)
             if x.numel():
                 report(torch.where(bad, exact.magnitude_bits(x.detach()), 0).max(), self._judge_start)
-        encoded = [exact.encode(x.detach(), self.radix) for x in initial]
-        return [torch.empty_like(c, dtype=torch.int64).copy_(x) for x, c in zip(encoded, like, strict=True)]
+            state.append(torch.empty_like(c, dtype=torch.int64).copy_(number << 32))
+        return state
 
     def read(self, state: State, like: State) -> State:
         copies = [torch.empty_like(x, dtype=c.dtype) for x, c in zip(state, like, strict=True)]

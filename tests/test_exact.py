@@ -293,3 +293,13 @@ def test_at_the_size_of_the_image_model_of_the_paper():
     f, x = ConvBlock(64, width=2), torch.randn(4, 64, 32, 32)
     assert revdeq.verify(f, torch.zeros_like(x), x, beta=0.8, max_steps=8, state="exact").exact
     assert not revdeq.verify(f, torch.zeros_like(x), x, beta=0.8, max_steps=8).exact
+
+
+def test_f_may_change_its_input_in_place():
+    def in_place(z):
+        return z.mul_(0.5).add_(1)
+
+    expected = revdeq.solve(lambda z: 0.5 * z + 1, torch.zeros(3), state="exact")
+    assert torch.equal(revdeq.solve(in_place, torch.zeros(3), state="exact").y, expected.y)
+    with torch.inference_mode():
+        assert torch.equal(revdeq.solve(in_place, torch.zeros(3), state="exact").y, expected.y)
