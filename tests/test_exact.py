@@ -91,8 +91,8 @@ def test_bits_equal_the_reference_for_every_size(exact_half_step, n):
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_random_bits_and_extremes_survive_a_step_and_its_inverse(exact_half_step, beta):
-    """Any state whose remainder is within its bound, and f over its whole range. The extremes stand at both ends: C takes
-    the last elements, where there are not eight, another way."""
+    """Any state whose remainder is within its bound, and f over its whole range. The extremes stand at both ends: C
+    takes the last elements, where there are not eight, another way."""
     half_step, device = exact_half_step
     radix = Radix.nearest(beta, 24)
     generator = torch.Generator().manual_seed(2)
