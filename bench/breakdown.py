@@ -23,7 +23,6 @@ from turns import take_turns
 
 import revdeq
 from revdeq.adjoint import Totals
-from revdeq.evaluate import Evaluation
 from revdeq.kernels import half_step
 
 N = 8
@@ -149,7 +148,11 @@ def main():
     table = Table(arguments.table) if arguments.table else None
     rounds = 3 if arguments.quick else 10
     torch.empty(2**25 - 2**16, dtype=torch.uint8)  # as in step.py
-    problems = {"conv block": problem("conv block"), "transformer block": problem("transformer block"), "tiny f": tiny()}
+    problems = {
+        "conv block": problem("conv block"),
+        "transformer block": problem("transformer block"),
+        "tiny f": tiny(),
+    }
     print(f"\nShares of one step, N = {N}")
     print(f"  {'':18}" + "".join(f"{part:>20}" for part in PARTS))
     for name, (f, x, seed) in tqdm(problems.items(), desc="breakdown", leave=False, disable=None):

@@ -193,7 +193,9 @@ def timed(family, block, n, budget):
 
 def show(title, times, results):
     print(f"\n{title}")
-    print(f"  {'':28}{'time':>12}{'over bare':>11}{'memory':>11}{'evaluations':>13}{'gradient error':>16}{'reversal':>10}")
+    print(
+        f"  {'':28}{'time':>12}{'over bare':>11}{'memory':>11}{'evaluations':>13}{'gradient error':>16}{'reversal':>10}"
+    )
     for provider in times:
         seconds, row = times[provider], results.get(provider, {})
         over = f"{ratio(seconds, times['bare']):.3f}" if "bare" in times else ""
