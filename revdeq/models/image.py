@@ -1,6 +1,7 @@
 """The paper's image models. Replace f by a module f(z, x) of your own: SingleScale(block=MyBlock), where
 MyBlock(channels, width) makes it."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,7 +99,7 @@ class MultiScale(EquilibriumModel):
         for c, width, n, limit in zip(channels, widths, steps, limits, strict=True):
             f = block(c, width) if block else ConvBlock(c, width, form)
             self.scales.append(Equilibrium(f, n, beta, tol, state, check, solver, limit))
-        for c, following in zip(channels, channels[1:], strict=False):
+        for c, following in itertools.pairwise(channels):
             self.downsample.append(PreActivation(c, following, stride=2))
         self.downsample.append(nn.AdaptiveAvgPool2d(1))
         self.classify = nn.Linear(channels[-1], classes)
