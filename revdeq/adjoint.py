@@ -53,10 +53,10 @@ class Outcome:
     spilled: list[State]
 
 
-@torch.no_grad()
 def iterate(it: Iteration, initial: State) -> Outcome:
     """The forward pass."""
-    z_copy = [x.detach().clone() for x in initial]
+    initial = [x.detach() for x in initial]
+    z_copy = [x.clone() for x in initial]
     f_z = it.f.first(z_copy)
     y_copy = [torch.empty_like(c) for c in z_copy]
     y = it.scheme.start(initial, z_copy)
@@ -116,7 +116,7 @@ class Reversible(torch.autograd.Function):
                 "this backward pass was interrupted and cannot run a second time: it had begun to undo the steps. "
                 "Solve again, or call backward with retain_graph=True"
             )
-        last, initial = saved[: 2 * size], saved[2 * size * (1 + ctx.spills) :][:size]
+        last, initial = saved[: 2 * size], [x.detach() for x in saved[2 * size * (1 + ctx.spills) :][:size]]
         spilled = [saved[2 * size + i * ctx.spills :][: ctx.spills] for i in range(2 * size)]
         keep = _graph_is_kept()
         ctx.spent = not keep

@@ -1,12 +1,12 @@
 """Finding the tensors that f's gradient flows to, with no declaration."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 """The node that a leaf's gradient arrives at."""
@@ -30,8 +30,8 @@ class Search(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for x in tree_leaves((args, kwargs)):
-            if isinstance(x, Tensor) and x.requires_grad and self._is_older(x.grad_fn):
+        for x in _tensors((*args, *kwargs.values())):
+            if x.requires_grad and self._is_older(x.grad_fn):
                 self._candidates[id(x)] = x
         _refuse_running_statistics(func, args, kwargs)
         return func(*args, **kwargs)
@@ -52,9 +52,8 @@ class Search(TorchFunctionMode):
                     self._candidates[id(x)] = x
                 edges.append((x.grad_fn, x.output_nr))
         start, visited = self._start, set()
-        while edges:
-            edge = edges.pop()
-            if edge in visited:
+        for edge in edges:  # which grows on the way
+            if edge in visited or edge[0] is None:
                 continue
             visited.add(edge)
             node = edge[0]
@@ -62,7 +61,7 @@ class Search(TorchFunctionMode):
                 x = node.variable
                 reached[id(x)] = x
             elif node._sequence_nr() >= start:
-                edges += [following for following in node.next_functions if following[0] is not None]
+                edges += node.next_functions
             else:
                 x = self._made_at(edge)
                 reached[id(x)] = x
@@ -77,6 +76,17 @@ class Search(TorchFunctionMode):
             "(is f compiled, or did it not use this tensor when it was evaluated for the first time?), so its gradient "
             "would be lost: pass this tensor to f through `args`"
         )
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among the arguments of an operation. (tree_leaves takes five times as long.)"""
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (tuple, list)):
+            yield from _tensors(x)
+        elif isinstance(x, dict):
+            yield from _tensors(x.values())
 
 
 def _sequence_number() -> int:

@@ -107,9 +107,9 @@ class Integers:
     def start(self, initial: Sequence[Tensor], like: State) -> State:
         state = []
         for x, c in zip(initial, like, strict=True):
-            number, bad = exact.integer(x.detach(), self.radix)
+            number, bad = exact.integer(x, self.radix)
             if x.numel():
-                report(torch.where(bad, exact.magnitude_bits(x.detach()), 0).max(), self._judge_start)
+                report(torch.where(bad, exact.magnitude_bits(x), 0).max(), self._judge_start)
             state.append(torch.empty_like(c, dtype=torch.int64).copy_(number << 32))
         return state
 
