@@ -1,0 +1,97 @@
+"""The benchmarks' tables: written, read, compared, quoted. (What they measure is measured by make bench.)"""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from compare import verdict
+from readme import filled, markdown
+from table import Row, Table, percentiles, read, write
+from turns import ratio, take_turns
+
+BENCH = Path(__file__).parent.parent / "bench"
+
+
+def row(p20, p50, p80, **fields):
+    columns = {
+        "benchmark": "b",
+        "provider": "p",
+        "size": 1,
+        "dtype": "float32",
+        "quantity": "seconds",
+        "bytes_moved": None,
+    }
+    where = {"device": "d", "torch": "2", "triton": "3", "revdeq": "0", "commit": "c"}
+    return Row(p20=p20, p50=p50, p80=p80, **{**columns, **where, **fields})
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path):
+    table = Table(tmp_path / "a.csv")
+    table.add("half-step, forward", "fused", 1024, "seconds", [3.0, 1.0, 2.0, 5.0, 4.0], "bfloat16", bytes_moved=24)
+    table.add("step", "a, b", 4, "error", [0.0])
+    rows = read(tmp_path / "a.csv")
+    assert [(r.benchmark, r.provider, r.size, r.p50, r.bytes_moved) for r in rows] == [
+        ("half-step, forward", "fused", 1024, 3.0, 24),
+        ("step", "a, b", 4, 0.0, None),
+    ]
+    write(tmp_path / "b.csv", rows)
+    assert read(tmp_path / "b.csv") == rows
+
+
+def test_percentiles():
+    assert percentiles([float(x) for x in range(101)]) == (20.0, 50.0, 80.0)
+    assert percentiles([7.0]) == (7.0, 7.0, 7.0)
+
+
+def test_a_change_counts_only_beyond_the_noise():
+    noisy, quiet = row(0.8, 1.0, 1.4), row(0.99, 1.0, 1.01)
+    assert verdict(noisy, row(1.2, 1.3, 1.5), 0.1) is None
+    assert verdict(quiet, row(1.2, 1.3, 1.5), 0.1) == "worse"
+    assert verdict(quiet, row(1.04, 1.05, 1.06), 0.1) is None
+    assert verdict(quiet, row(0.5, 0.6, 0.7), 0.1) == "better"
+    assert verdict(row(0, 0, 0), row(1e-9, 1e-9, 1e-9), 0.1) == "worse", "an error that was 0 is no longer"
+    assert verdict(row(0, 0, 0), row(0, 0, 0), 0.1) is None
+
+
+@pytest.mark.parametrize(("factor", "code", "words"), [(1.0, 0, "0 worse"), (2.0, 1, "worse  b, p, 1, float32")])
+def test_the_comparison_of_two_tables(tmp_path, factor, code, words):
+    before = row(0.99, 1.0, 1.01)
+    after = dataclasses.replace(before, p20=0.99 * factor, p50=factor, p80=1.01 * factor)
+    write(tmp_path / "before.csv", [before]), write(tmp_path / "after.csv", [after])
+    command = [sys.executable, BENCH / "compare.py", tmp_path / "before.csv", tmp_path / "after.csv"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == code, result.stderr
+    assert words in result.stdout
+
+
+def test_the_comparison_names_a_file_that_is_not_a_table(tmp_path):
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    result = subprocess.run(
+        [sys.executable, BENCH / "compare.py", tmp_path / "x.csv", tmp_path / "missing.csv"],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert "x.csv has the columns ['a', 'b']" in result.stderr
+
+
+def test_providers_take_turns():
+    order = []
+    times = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 0.0, least=0.0, rounds=(3, 3))
+    assert "".join(order).endswith("ababab")
+    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
+    assert ratio([2.0, 9.0, 4.0], [1.0, 1.0, 2.0]) == 2.0
+
+
+def test_numbers_are_filled_in_between_their_marks():
+    text = "a\n<!-- numbers: machine -->\nold\n<!-- /numbers -->\nb\n"
+
+    class Numbers:
+        machine = {"cores": 2, "device": "X, 2 threads", "torch": "2.13.0+cpu"}  # noqa: RUF012
+
+    assert "Measured on 2 cores of an X with torch 2.13.0." in filled(text, Numbers())
+    assert markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+    with pytest.raises(SystemExit, match="asks for the numbers 'nothing'"):
+        filled(text.replace("machine", "nothing"), Numbers())
