@@ -1,46 +1,17 @@
 """What the compiler makes of the Triton kernels, for GPUs that need not be here."""
 
-import contextlib
 import re
 import struct
 
 import pytest
 import torch
+from gpu_targets import TARGETS, compiling, skip_without_the_compiler
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
+skip_without_the_compiler()
 
 from revdeq.kernels import exact, gpu, gpu_exact  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7), reason="uses the binder of Triton 3.7 and later"
-)
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource, make_backend  # noqa: E402
-from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
-
 BETA = torch.tensor(0.8, dtype=torch.float32).item()
-TARGETS = {
-    **{f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (75, 80, 90, 100, 120)},
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-
-
-@contextlib.contextmanager
-def compiling(target, monkeypatch):
-    """Launches compile for the target, specialised by Triton's own binder, and run nothing."""
-    backend, compiled = make_backend(target), []
-
-    def run(kernel, *args, grid, warmup=False, **kwargs):
-        binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-        bound, specialization, options = binder(*args, **kwargs)
-        options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
-        source = ASTSource(kernel, signature, constants, attributes)
-        compiled.append(triton.compile(source, target=target, options=options.__dict__))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(JITFunction, "run", run)
-        patch.setattr(gpu, "_warp_size", lambda device: target.warp_size)
-        yield compiled
 
 
 def launch(operation, dtype, n=100_003):
@@ -53,8 +24,8 @@ def launch(operation, dtype, n=100_003):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("operation", ["relax", "relax_norms", "invert", "invert_adjoint", "invert_compare"])
-def test_no_shared_memory_no_barrier_no_spill_and_beta_in_float64(target, operation, monkeypatch):
-    with compiling(TARGETS[target], monkeypatch) as compiled:
+def test_no_shared_memory_no_barrier_no_spill_and_beta_in_float64(target, operation):
+    with compiling(TARGETS[target]) as compiled:
         launch(operation, torch.float32)
     (kernel,) = compiled
     assert kernel.metadata.shared == 0
@@ -62,7 +33,7 @@ def test_no_shared_memory_no_barrier_no_spill_and_beta_in_float64(target, operat
         text = kernel.asm["amdgcn"]
         assert "s_barrier" not in text
         assert re.search(r"vgpr_spill_count: +0\b", text) and re.search(r"sgpr_spill_count: +0\b", text)
-        assert re.search(r"global_load_dwordx4|buffer_load_dwordx4", text)
+        assert re.search(r"(global|buffer)_load_(dwordx4|b128)", text)
         return
     text = kernel.asm["ptx"]
     assert "bar." not in text and ".local" not in text
@@ -74,16 +45,16 @@ def test_no_shared_memory_no_barrier_no_spill_and_beta_in_float64(target, operat
         assert len(re.findall(r"\bdiv\.", text)) == 0
 
 
-def test_a_power_of_two_is_multiplied_and_not_divided(monkeypatch):
-    with compiling(TARGETS["sm_90"], monkeypatch) as compiled:
+def test_a_power_of_two_is_multiplied_and_not_divided():
+    with compiling(TARGETS["sm_90"]) as compiled:
         for beta in (0.5, 1.5, 0.8):
             gpu.HalfStep(torch.zeros(4096, dtype=torch.float64), torch.zeros(4096), beta).invert(torch.zeros(4096))
     assert ["div.rn.f64" in kernel.asm["ptx"] for kernel in compiled] == [False, False, True]
 
 
-def test_a_chunk_begins_at_a_64_bit_offset(monkeypatch):
+def test_a_chunk_begins_at_a_64_bit_offset():
     """So that there may be more than 2^31 elements."""
-    with compiling(TARGETS["sm_90"], monkeypatch) as compiled:
+    with compiling(TARGETS["sm_90"]) as compiled:
         for operation in ("relax", "relax_norms", "invert_adjoint", "invert_compare"):
             launch(operation, torch.float32)
     for kernel in compiled:
@@ -94,10 +65,10 @@ def test_a_chunk_begins_at_a_64_bit_offset(monkeypatch):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("operation", ["relax", "relax_norms", "spill", "invert_adjoint", "invert_compare"])
 @pytest.mark.parametrize("beta", [0.8, 0.6])
-def test_the_integer_state_needs_no_float64_no_shared_memory_and_no_barrier(target, operation, beta, monkeypatch):
+def test_the_integer_state_needs_no_float64_no_shared_memory_and_no_barrier(target, operation, beta):
     n = 100_003
     f, vjp = torch.zeros(n), torch.zeros(n)
-    with compiling(TARGETS[target], monkeypatch) as compiled:
+    with compiling(TARGETS[target]) as compiled:
         radix = exact.Radix.nearest(beta, 24)
         half_step = gpu_exact.HalfStep(torch.zeros(n, dtype=torch.int64), torch.zeros(n), radix, 30)
         if operation == "invert_adjoint":
