@@ -46,21 +46,23 @@ class Instruction:
         return bool(re.match(r"DFMA|FFMA|v_(pk_|dual_)?(fma|mad|mac)\w*_f\d\d", self.opcode))
 
 
-def disassembled(kernel):
-    """{address or label: index} and the instructions."""
-    if "cubin" in kernel.asm:
-        return _sass(_cuobjdump("-sass", kernel.asm["cubin"]))
-    return _amdgcn(kernel.asm["amdgcn"])
-
-
-def _cuobjdump(option, cubin):
+def text_of(kernel):
+    """Its machine code, and what it uses of the machine."""
+    if "amdgcn" in kernel.asm:
+        return kernel.asm["amdgcn"]
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(kernel.asm["cubin"])
         file.flush()
         program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        return subprocess.run([program, option, file.name], capture_output=True, text=True, check=True).stdout
+        command = [program, "-res-usage", "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def disassembled(text):
+    """{address or label: index} and the instructions."""
+    return _amdgcn(text) if "amdgcn" in text else _sass(text)
 
 
 def _sass(text):
@@ -155,11 +157,11 @@ class Statistics:
 
     def against(self, budget):
         """A table of what differs and what does not."""
-        lines = [f"{'':12}{'budget':>34}{'measured':>34}"]
+        lines = [f"{'':12}{'budget':>64}{'measured':>64}"]
         for field in dataclasses.fields(self):
             allowed, found = getattr(budget, field.name), getattr(self, field.name)
             mark = "" if (field.name in ("registers", "masked") and found <= allowed) or found == allowed else "  <--"
-            lines.append(f"{field.name:12}{_in_words(allowed):>34}{_in_words(found):>34}{mark}")
+            lines.append(f"{field.name:12}{_in_words(allowed):>64}{_in_words(found):>64}{mark}")
         return lines
 
     def bytes_of(self, kind):
@@ -169,14 +171,15 @@ class Statistics:
 def _in_words(value):
     if not isinstance(value, Counter):
         return str(value)
-    return ", ".join(f"{count} {kind[:2]}{8 * width}" for (kind, width), count in sorted(value.items())) or "none"
+    return ", ".join(f"{count} {kind}s of {width}" for (kind, width), count in sorted(value.items())) or "none"
 
 
 def statistics(kernel):
-    places, code = disassembled(kernel)
+    text = text_of(kernel)
+    places, code = disassembled(text)
     path = full_block(places, code)
     accesses = [(it.access, it.guarded) for it in path if it.access]
-    registers, spilled = _nvidia_resources(kernel, code) if "cubin" in kernel.asm else _amd_resources(kernel, code)
+    registers, spilled = (_amd_resources if "amdgcn" in kernel.asm else _nvidia_resources)(text, code)
     return Statistics(
         registers,
         spilled,
@@ -189,15 +192,14 @@ def statistics(kernel):
     )
 
 
-def _nvidia_resources(kernel, code):
-    usage = _cuobjdump("-res-usage", kernel.asm["cubin"])
-    registers, stack, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
+def _nvidia_resources(text, code):
+    registers, stack, local = (int(re.search(rf"\b{name}:(\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL"))
     return registers, stack + local + sum(it.opcode.startswith(("LDL", "STL")) for it in code)
 
 
-def _amd_resources(kernel, code):
+def _amd_resources(text, code):
     def metadata(name):
-        return int(re.search(rf"\.{name}: +(\d+)", kernel.asm["amdgcn"])[1])
+        return int(re.search(rf"\.{name}: +(\d+)", text)[1])
 
     names = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
     return metadata("vgpr_count"), sum(map(metadata, names)) + sum(it.opcode.startswith("scratch_") for it in code)
