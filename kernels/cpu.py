@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import warnings
 from ctypes import c_double, c_int, c_int32, c_int64, c_void_p
 from typing import Any
 
@@ -45,7 +46,15 @@ def _load() -> Any:
     return library
 
 
-library = _load()
+try:
+    library, trouble = _load(), ""
+except (OSError, AttributeError) as error:  # built on another machine, or from another version of cpu.c
+    library, trouble = None, str(error)
+    warnings.warn(
+        f"the C kernel cannot be loaded, and PyTorch's slower operations run instead: reinstall revdeq ({error})",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 class HalfStep(reference.HalfStep):

@@ -7,6 +7,47 @@ import pytest
 import torch
 
 from revdeq.kernels import backends, cpu
+from revdeq.measure import devices, synchronize
+from revdeq.monitor import settle
+
+DEVICE = devices()[0]
+"""What the tests run on: a GPU, if there is one."""
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return DEVICE
+
+
+@pytest.fixture
+def on_device(request):
+    """Tensors and modules are made on the device: `pytestmark = pytest.mark.usefixtures("on_device")`.
+
+    Tests that take a half-step or a backend are told where. float32 means float32 here: TF32 would round what the
+    tests compare.
+    """
+    told = {"half_step", "exact_half_step", "backend"} & set(request.fixturenames)
+    if DEVICE.type == "cpu" or told or request.node.get_closest_marker("cpu"):
+        yield
+        return
+    allowed = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with DEVICE:
+            yield
+        synchronize(DEVICE)
+        settle()  # a verdict that comes late is still this test's
+    finally:
+        torch.backends.cudnn.allow_tf32 = allowed
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What the kernels cost on an H100, where they were compiled for one."""
+    budgets = sys.modules.get("budgets")
+    if lines := budgets.summary("sm_90") if budgets else []:
+        terminalreporter.section("kernels on an H100 (sm_90), per element of a full block, from their machine code")
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
 def interpreted(original: ModuleType) -> ModuleType:
@@ -65,8 +106,8 @@ def half_step(request):
         return cpu.HalfStep, torch.device("cpu")
     if backends.gpu is None:
         pytest.skip("Triton is not installed")
-    if torch.cuda.is_available():
-        return backends.gpu.HalfStep, torch.device("cuda")
+    if DEVICE.type != "cpu":
+        return backends.gpu.HalfStep, DEVICE
     return interpreted_gpu_module().HalfStep, torch.device("cpu")
 
 
@@ -79,8 +120,8 @@ def exact_half_step(request):
         return cpu.ExactHalfStep, torch.device("cpu")
     if backends.gpu is None:
         pytest.skip("Triton is not installed")
-    if torch.cuda.is_available():
-        return backends.gpu_exact.HalfStep, torch.device("cuda")
+    if DEVICE.type != "cpu":
+        return backends.gpu_exact.HalfStep, DEVICE
     return interpreted_gpu_exact_module().HalfStep, torch.device("cpu")
 
 

@@ -12,6 +12,7 @@ from revdeq.kernels import exact
 from revdeq.kernels.exact import Radix
 from revdeq.models import ConvBlock, TransformerBlock
 
+pytestmark = pytest.mark.usefixtures("on_device")
 BETAS = (0.5, 0.6, 2 / 3, 0.75, 0.8, 0.9, 0.95, 1.2)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 FREE_HALF_STEPS = {0.5: 32, 0.6: 23, 2 / 3: 20, 0.75: 16, 0.8: 13, 0.9: 9, 0.95: 7, 1.2: 13}
@@ -174,6 +175,7 @@ def test_the_gradient_equals_that_with_stored_inputs_bit_for_bit(monkeypatch, be
     assert all(map(torch.equal, ours, expected))
 
 
+@pytest.mark.cpu
 def test_where_float64_fails_it_does_not():
     f, x = blocks()["conv"]
     x.requires_grad_()
@@ -251,6 +253,7 @@ def test_another_beta_becomes_the_nearest_fraction():
         revdeq.solve(torch.cos, torch.zeros(2), beta=0.001, state="exact")
 
 
+@pytest.mark.cpu
 def test_values_out_of_range_are_errors_with_the_step_and_the_remedy():
     with pytest.raises(
         OverflowError, match=r"left in step 2: with f at 150, .*below 128; use state=revdeq.Exact\(fraction_bits=22\)"
@@ -264,6 +267,7 @@ def test_values_out_of_range_are_errors_with_the_step_and_the_remedy():
         revdeq.solve(torch.cos, torch.full((3,), 500.0), state="exact")
 
 
+@pytest.mark.cpu
 def test_where_looking_would_wait_an_error_comes_with_a_later_solve(monkeypatch):
     monkeypatch.setattr("revdeq.adjoint.can_look", lambda x: False)
     monkeypatch.setattr("revdeq.monitor.can_look", lambda x: False)

@@ -8,6 +8,8 @@ import revdeq
 from revdeq.baselines import checkpointed, stored_graph
 from revdeq.models import ConvBlock, TransformerBlock
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def relative_errors(gradients, expected):
     return [((g - e).norm() / e.norm()).item() for g, e in zip(gradients, expected, strict=True)]
@@ -15,7 +17,7 @@ def relative_errors(gradients, expected):
 
 def gradients(solver, f, x, **settings):
     """Of a random linear function of the solution, by x and f's parameters."""
-    weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(7)).to(x.dtype)
+    weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(7), device="cpu").to(x)
     z = solver(f, torch.zeros_like(x), x, **settings)
     z = getattr(z, "z", z)
     return z, torch.autograd.grad(z, [x, *f.parameters()], weight)

@@ -11,6 +11,8 @@ from revdeq.baselines import checkpointed, stored_graph
 from revdeq.measure import peak_memory
 from revdeq.models import ConvBlock
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def solve(*args, **settings):
     """64 steps are beyond float64's range, and the backward pass would say so."""
@@ -28,7 +30,7 @@ def peak(solver, max_steps, grad=True):
                 torch.autograd.grad(z, [x, *f.parameters()], torch.ones_like(x))
 
     step()  # what is allocated once only
-    return peak_memory(step)
+    return peak_memory(step, x.device)
 
 
 @pytest.mark.parametrize("grad", [True, False])

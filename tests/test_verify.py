@@ -9,6 +9,8 @@ import revdeq
 from revdeq.models import ConvBlock, TransformerBlock
 from revdeq.verify import bit_hash
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def test_it_certifies_the_blocks_of_the_paper():
     torch.manual_seed(0)
@@ -29,6 +31,7 @@ def test_it_names_rounding_and_where_it_began():
     assert "beta = 0.9, 12 steps" in str(report)
 
 
+@pytest.mark.cpu
 def test_it_names_a_function_that_is_not_deterministic_and_counts_the_elements():
     torch.manual_seed(0)
     linear, generator = nn.Linear(50, 50), torch.Generator().manual_seed(0)

@@ -1,0 +1,68 @@
+"""Launches of Triton kernels, specialised and compiled as for a GPU that need not be here."""
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from revdeq.kernels import backends
+
+try:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+except ImportError:
+    triton = None
+
+
+def skip_without_the_compiler():
+    """Called at the top of a test module."""
+    if triton is None:
+        pytest.skip("Triton is not installed", allow_module_level=True)
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        pytest.skip("uses the binder of Triton 3.7 and later", allow_module_level=True)
+
+
+TARGETS = {}
+if triton is not None:
+    TARGETS |= {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (75, 80, 86, 89, 90, 100, 120)}
+    TARGETS |= {arch: GPUTarget("hip", arch, size) for arch, size in (("gfx90a", 64), ("gfx942", 64), ("gfx1100", 32))}
+
+
+@dataclass
+class Launch:
+    """arguments: what the compiled kernel takes at run time, in order: tensors, numbers and None."""
+
+    compiled: Any
+    grid: tuple[int, ...]
+    arguments: list[Any]
+
+
+@contextlib.contextmanager
+def launching(target, launch):
+    """Launches compile for the target, specialised by Triton's own binder, and are handed to `launch` instead of a GPU."""
+    backend = make_backend(target)
+
+    def run(kernel, *args, grid, warmup=False, **kwargs):
+        binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, specialization, options = binder(*args, **kwargs)
+        options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
+        source = ASTSource(kernel, signature, constants, attributes)
+        compiled = triton.compile(source, target=target, options=options.__dict__)
+        arguments = [bound[name] for name, kind in signature.items() if kind != "constexpr"]
+        launch(Launch(compiled, tuple(grid(bound) if callable(grid) else grid), arguments))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", run)
+        patch.setattr(backends.gpu, "_warp_size", lambda device: target.warp_size)
+        yield
+
+
+@contextlib.contextmanager
+def compiling(target):
+    """Launches compile and run nothing."""
+    compiled = []
+    with launching(target, lambda launch: compiled.append(launch.compiled)):
+        yield compiled

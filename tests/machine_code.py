@@ -1,0 +1,205 @@
+"""What a compiled kernel does to a full block, read off its machine code: SASS for NVIDIA, amdgcn for AMD.
+
+A kernel takes one of two ways: full blocks go without masks, in wide accesses, and the last block is masked, element
+by element. The way of a full block is the one with the fewest accesses of those with a 16-byte one.
+"""
+
+import dataclasses
+import heapq
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Instruction:
+    opcode: str
+    operands: str
+    guarded: bool = False
+    """By a predicate, which NVIDIA's masked accesses are."""
+
+    @property
+    def access(self):
+        """("load" or "store", bytes) of an access to global memory, or None."""
+        if m := re.match(r"(LDG|STG)(\..*)?$", self.opcode):
+            bits = re.search(r"\.(256|128|64|U16|S16|U8|S8)\b", m[2] or "")
+            width = int(bits[1].lstrip("US")) // 8 if bits else 4
+            return {"LDG": "load", "STG": "store"}[m[1]], width
+        if m := re.match(r"(?:global|buffer|flat)_(load|store)_(?:dword(?:x(\d))?|b(\d+)|\w*?(\d+))", self.opcode):
+            width = 4 * int(m[2]) if m[2] else int(m[3] or m[4] or 32) // 8
+            return m[1], width
+        if re.match(r"ATOM|RED|(global|buffer|flat)_atomic", self.opcode):
+            raise ValueError(f"{self.opcode}: no kernel here needs an atomic")
+        return None
+
+    @property
+    def float64(self):
+        """Arithmetic in float64, conversions included."""
+        return bool(re.match(r"D(ADD|MUL|FMA|SETP|MNMX)|[A-Z0-9]+\.(.*\.)?F64|MUFU\.\w+64|v_\w*f64", self.opcode))
+
+    @property
+    def fused(self):
+        """A multiply-add of floats."""
+        return bool(re.match(r"DFMA|FFMA|v_(pk_|dual_)?(fma|mad|mac)\w*_f\d\d", self.opcode))
+
+
+def text_of(kernel):
+    """Its machine code, and what it uses of the machine."""
+    if "amdgcn" in kernel.asm:
+        return kernel.asm["amdgcn"]
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        command = [program, "-res-usage", "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def disassembled(text):
+    """{address or label: index} and the instructions."""
+    return _amdgcn(text) if "amdgcn" in text else _sass(text)
+
+
+def _sass(text):
+    places, code = {}, []
+    for m in re.finditer(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);", text, re.M):
+        places[int(m[1], 16)] = len(code)
+        code.append(Instruction(m[3], m[4], bool(m[2])))
+    return places, code
+
+
+def _amdgcn(text):
+    places, code = {}, []
+    for line in text[: text.index(".Lfunc_end0:")].splitlines():
+        if m := re.match(r"(\.?\w+):", line):
+            places[m[1]] = len(code)
+        elif m := re.match(r"\t([a-z]\w+)\s*(.*?)\s*(;.*)?$", line):
+            code.append(Instruction(m[1], m[2]))
+    return places, code
+
+
+END = -1
+
+
+def successors(index, places, code):
+    """Of an instruction. Calls come back, and a wavefront always has a lane that is active."""
+    it, following = code[index], index + 1
+    if it.opcode.startswith("EXIT"):
+        return [END, following] if it.guarded else [END]
+    if it.opcode == "s_endpgm" or it.opcode.startswith("RET"):
+        return [END]
+    if it.opcode.startswith("BRA"):
+        *conditions, target = it.operands.split(", ")
+        there = places[int(target.strip(" `()"), 16)]
+        return [there, following] if it.guarded or conditions else [there]
+    if it.opcode in ("s_branch", "s_cbranch_execnz"):
+        return [places[it.operands]]
+    if it.opcode.startswith("s_cbranch") and it.opcode != "s_cbranch_execz":
+        return [places[it.operands], following]
+    if it.opcode.startswith(("BRX", "JMX", "s_setpc")):
+        raise ValueError(f"{it.opcode}: where this goes is not in the text")
+    return [following]
+
+
+def full_block(places, code):
+    """The instructions that a thread executes in a full block: the cheapest way, by accesses and then by length."""
+    queue, done = [((0, 0), 0, False, None)], set()
+    while queue:
+        cost, index, wide, way = heapq.heappop(queue)
+        if index == END:
+            if wide:
+                return [code[i] for i in _unrolled(way)]
+            continue
+        if (index, wide) in done:
+            continue
+        done.add((index, wide))
+        access = code[index].access
+        wide = wide or (access is not None and access[1] == 16)
+        cost = (cost[0] + (access is not None), cost[1] + 1)
+        for following in successors(index, places, code):
+            heapq.heappush(queue, (cost, following, wide, (index, way)))
+    raise AssertionError("no way through the kernel makes a 16-byte access")
+
+
+def _unrolled(way):
+    indices = []
+    while way is not None:
+        index, way = way
+        indices.append(index)
+    return indices[::-1]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """registers: of a thread (AMD: vector registers). spilled: registers or bytes that go to memory for want of them.
+    shared: bytes of shared memory. barriers: those, and accesses to shared memory.
+    accesses: {("load" or "store", bytes): how many} of a thread in a full block. masked: those that a predicate guards.
+    float64, fused: float64 instructions and multiply-adds of a thread in a full block."""
+
+    registers: int
+    spilled: int
+    shared: int
+    barriers: int
+    accesses: Counter
+    masked: Counter
+    float64: int
+    fused: int
+
+    def within(self, budget):
+        """Of registers and of what is masked off there may be less; fewer accesses would leave something undone."""
+        rest = dataclasses.replace(self, registers=budget.registers, masked=budget.masked)
+        return rest == budget and self.registers <= budget.registers and self.masked <= budget.masked
+
+    def against(self, budget):
+        """A table of what differs and what does not."""
+        lines = [f"{'':12}{'budget':>64}{'measured':>64}"]
+        for field in dataclasses.fields(self):
+            allowed, found = getattr(budget, field.name), getattr(self, field.name)
+            mark = "" if (field.name in ("registers", "masked") and found <= allowed) or found == allowed else "  <--"
+            lines.append(f"{field.name:12}{_in_words(allowed):>64}{_in_words(found):>64}{mark}")
+        return lines
+
+    def bytes_of(self, kind):
+        return sum(count * width for (k, width), count in self.accesses.items() if k == kind)
+
+
+def _in_words(value):
+    if not isinstance(value, Counter):
+        return str(value)
+    return ", ".join(f"{count} {kind}s of {width}" for (kind, width), count in sorted(value.items())) or "none"
+
+
+def statistics(kernel):
+    text = text_of(kernel)
+    places, code = disassembled(text)
+    path = full_block(places, code)
+    accesses = [(it.access, it.guarded) for it in path if it.access]
+    registers, spilled = (_amd_resources if "amdgcn" in kernel.asm else _nvidia_resources)(text, code)
+    return Statistics(
+        registers,
+        spilled,
+        kernel.metadata.shared,
+        sum(bool(re.match(r"BAR|LDS|STS|s_barrier|ds_", it.opcode)) for it in code),
+        Counter(access for access, guarded in accesses if not guarded),
+        Counter(access for access, guarded in accesses if guarded),
+        sum(it.float64 for it in path),
+        sum(it.fused for it in path),
+    )
+
+
+def _nvidia_resources(text, code):
+    registers, stack, local = (int(re.search(rf"\b{name}:(\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL"))
+    return registers, stack + local + sum(it.opcode.startswith(("LDL", "STL")) for it in code)
+
+
+def _amd_resources(text, code):
+    def metadata(name):
+        return int(re.search(rf"\.{name}: +(\d+)", text)[1])
+
+    names = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+    return metadata("vgpr_count"), sum(map(metadata, names)) + sum(it.opcode.startswith("scratch_") for it in code)
