@@ -68,7 +68,8 @@ def covering(operations):
 
 
 def sizes(rows):
-    """A chunk and a tail that ends in each of the two registers of each row, in threads of all warps."""
+    """Some chunks; and one and a tail that ends in each of the two registers of each row, in threads of all warps."""
+    yield 3 * rows * reference.LANES
     for slot in range(2 * rows):
         yield (rows + slot // 2) * reference.LANES + 37 * slot % (reference.LANES // 2) * 2 + slot % 2
 
