@@ -18,13 +18,16 @@ from bugs import BUGS, Bug
 
 REPOSITORY = Path(__file__).parents[2]
 
-INTERPRETED = {"kernels/gpu.py": "tests/test_kernels.py", "kernels/gpu_exact.py": "tests/test_exact.py"}
+INTERPRETED = {
+    "kernels/gpu.py": ["tests/test_kernels.py", "-k", "triton and (every_pair or every_size)"],
+    "kernels/gpu_exact.py": ["tests/test_exact.py", "-k", "triton and (every or alarm)"],
+}
 
 
 def suites(file: str) -> dict[str, list[str]]:
-    """What may notice a bug in this file. For a budget one GPU will do, and layouts are no matter of the kernels."""
+    """What may notice a bug in this file: the tests of bits, not of layouts, and budgets on one GPU."""
     return {
-        "interpreter": [INTERPRETED[file], "-k", "triton and not layouts and not dense"],
+        "interpreter": INTERPRETED[file],
         "emulator": ["tests/test_emulated_kernels.py"],
         "budgets": ["tests/test_gpu_code.py", "-k", "sm_90 or not (sm_ or gfx)"],
     }
@@ -63,14 +66,26 @@ def first_failure(arguments: list[str], where: Path) -> str | None:
     raise SystemExit(f"{' '.join(command)} did not run:\n{result.stdout}{result.stderr}")
 
 
-def notice(bug: Bug | None, file: str) -> dict[str, str | None]:
+def notice(bug: Bug) -> dict[str, str | None]:
     """By suite, which test notices the bug."""
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         copy_repository(where)
-        if bug is not None:
-            apply(bug, where)
-        return {suite: first_failure(arguments, where) for suite, arguments in suites(file).items()}
+        apply(bug, where)
+        return {suite: first_failure(arguments, where) for suite, arguments in suites(bug.file).items()}
+
+
+def check_without_bugs(bugs: list[Bug]) -> None:
+    """Every bug can be applied, and the tests pass without any."""
+    for bug in bugs:
+        with tempfile.TemporaryDirectory() as folder:
+            copy_repository(Path(folder))
+            apply(bug, Path(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        copy_repository(Path(folder))
+        for arguments in {tuple(x) for bug in bugs for x in suites(bug.file).values()}:
+            if failure := first_failure([*arguments], Path(folder)):
+                raise SystemExit(f"{failure} fails without any bug")
 
 
 def main() -> int:
@@ -80,18 +95,11 @@ def main() -> int:
     bugs = [bug for bug in BUGS if not names or any(name in bug.name for name in names)]
     if not bugs:
         parser.error(f"no bug is called like {names}: {', '.join(bug.name for bug in BUGS)}")
-    with tempfile.TemporaryDirectory() as folder:  # all must apply before any runs
-        for i, bug in enumerate(bugs):
-            copy_repository(Path(folder) / str(i))
-            apply(bug, Path(folder) / str(i))
-    for file in sorted({bug.file for bug in bugs}):
-        if any(failures := notice(None, file).values()):
-            raise SystemExit(f"the tests fail without any bug: {', '.join(filter(None, failures))}")
-
+    check_without_bugs(bugs)
     print(f"{'bug':<42} {'file':<22} {'interpreter':<12} {'emulator':<12} {'budgets':<12}", flush=True)
     unnoticed = []
     for bug in bugs:
-        noticed = notice(bug, bug.file)
+        noticed = notice(bug)
         verdicts = "".join(f" {'caught' if test else '-':<12}" for test in noticed.values())
         print(f"{bug.name:<42} {bug.file:<22}{verdicts}", flush=True)
         for suite, test in noticed.items():
