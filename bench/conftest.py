@@ -1,5 +1,23 @@
+from pathlib import Path
+
 import pytest
-import torch
+from table import Table, device_name
+
+
+def pytest_addoption(parser):
+    parser.addoption("--table", type=Path, help="the CSV to add the measurements to")
+    parser.addoption("--quick", action="store_true", help="small sizes and few rounds")
+
+
+@pytest.fixture
+def quick(request):
+    return request.config.getoption("--quick")
+
+
+@pytest.fixture(scope="session")
+def table(request, tmp_path_factory):
+    path = request.config.getoption("--table")
+    return Table(path or tmp_path_factory.mktemp("bench") / "update.csv")
 
 
 @pytest.hookimpl(trylast=True)
@@ -8,13 +26,13 @@ def pytest_terminal_summary(terminalreporter, config):
     benchmarks = getattr(getattr(config, "_benchmarksession", None), "benchmarks", [])
     if not benchmarks:
         return
-    write = terminalreporter.write_line
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    terminalreporter.section(f"times faster than (medians, turn by turn; {device})")
-    write(f"{'':28}{'fused':>12}{'unfused':>10}{'copy':>10}{'with norms':>12}")
+    names = ("unfused", "unfused, in place", "torch.compile", "copy", "fused with norms", "fused, exact state")
+    terminalreporter.section(f"times faster than (medians, turn by turn; {device_name()})")
+    header = ("unfused", "in place", "compiled", "copy", "with norms", "exact state")
+    terminalreporter.write_line(f"{'':26}{'fused':>12}" + "".join(f"{name:>13}" for name in header))
     for benchmark in benchmarks:
-        seconds = benchmark.extra_info["seconds"]
-        fused = seconds["fused"]
-        names = ("unfused", "copy", "fused with norms")
-        ratios = [f"{seconds[name] / fused:.2f}x" if name in seconds else "" for name in names]
-        write(f"{benchmark.group:28}{fused * 1e6:9.1f} us{ratios[0]:>10}{ratios[1]:>10}{ratios[2]:>12}")
+        ratios = benchmark.extra_info["ratios"]
+        cells = (f"{ratios[name]:12.2f}x" if name in ratios else " " * 13 for name in names)
+        terminalreporter.write_line(
+            f"{benchmark.group:26}{benchmark.extra_info['seconds'] * 1e6:9.1f} us{''.join(cells)}"
+        )

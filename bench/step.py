@@ -1,110 +1,247 @@
-"""A whole step, forward and backward, of the paper's blocks against what it cannot do without, and others.
+"""A whole step, forward and backward, of the paper's blocks, against what it cannot do without and against others.
 
     python bench/step.py
 
-`bare` is the limit: the 2 N evaluations of f of the forward pass and the 2 N evaluations with their
-vector-Jacobian products of the backward pass, and nothing else. Providers take turns, so that whatever else
-the machine does slows all of them down; a ratio is the median over the rounds.
+For every depth N: time (in turns), peak memory (in a fresh process), evaluations of f in the forward pass, and the
+error of the gradient. `bare` is the limit: the 2 N evaluations of f of the forward pass, the 2 N evaluations with
+their vector-Jacobian products of the backward pass, and nothing else.
+
+torchdeq's solvers make 2 N iterations in each pass, or stop at the same tolerance. Their gradients are approximations:
+of that at the fixed point (by the implicit function theorem, IFT) or of one more step (phantom).
+
+gradient error: of the parameters' gradient, relative, in the 2-norm, against the stored graph in float64 of the same
+iteration; for torchdeq, of 64 steps of it, since what a classical model asks for is the gradient at the fixed point.
+reversal error: against the same solve whose backward pass is given the inputs of the forward pass. It is what the
+reconstruction adds, and 0 where it is exact.
 """
 
 import argparse
-import statistics
+import functools
+import multiprocessing
 import time
 import warnings
+from pathlib import Path
 
 import torch
+from table import Table, device
 from tqdm import tqdm
+from turns import ratio, take_turns
 
 import revdeq
 from revdeq.baselines import checkpointed, stored_graph
 from revdeq.measure import peak_memory
 from revdeq.models import ConvBlock, TransformerBlock
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-N = 4
+DEVICE = device()
+BETA, TOL = 0.5, 1e-3
+DEPTHS = (1, 2, 4, 8, 16, 32, 64)
+QUICK_DEPTHS = (1, 4, 8)
+SHAPES = {"conv block": (16, 32, 32, 32), "transformer block": (8, 128, 256)}
+SMALL_BATCH = 2
+"""For the errors: the stored graph in float64 of 64 steps takes gigabytes otherwise."""
 
 
-def blocks():
+def problem(block, batch=None, dtype=torch.float32):
+    shape = SHAPES[block]
     torch.manual_seed(0)
-    yield "conv block, C=32, 16x32x32", ConvBlock(32).to(DEVICE), torch.randn(16, 32, 32, 32, device=DEVICE)
-    yield "transformer block, d=256, 8x128", TransformerBlock(256).to(DEVICE), torch.randn(8, 128, 256, device=DEVICE)
+    f = ConvBlock(shape[1]) if block == "conv block" else TransformerBlock(shape[2])
+    x, seed = torch.randn(shape)[:batch], torch.randn(shape)[:batch]
+    return f.to(DEVICE, dtype), x.to(DEVICE, dtype).requires_grad_(), seed.to(DEVICE, dtype)
 
 
-def bare(f, x, max_steps):
-    z, seed, inputs = torch.zeros_like(x), torch.randn_like(x), [x, *f.parameters()]
+def reversible(f, x, n, **settings):
+    return revdeq.solve(f, torch.zeros_like(x), x, beta=BETA, max_steps=n, **settings).z
 
-    def run():
-        for _ in range(2 * max_steps):
-            f(z.detach().requires_grad_(), x)
-        for _ in range(2 * max_steps):
-            leaf = z.detach().requires_grad_()
-            torch.autograd.grad(f(leaf, x), [leaf, *inputs], seed)
+
+def by_autograd(solver):
+    return lambda f, x, n: solver(f, torch.zeros_like(x), x, beta=BETA, max_steps=n)
+
+
+def with_torchdeq(solver, iterations=None, tol=0.0, **settings):
+    def run(f, x, n):
+        import torchdeq
+
+        limit = iterations or 2 * n
+        deq = torchdeq.get_deq(
+            f_solver=solver, b_solver=solver, f_max_iter=limit, b_max_iter=limit,
+            f_tol=tol, b_tol=tol, f_stop_mode="rel", b_stop_mode="rel", **settings,
+        )  # fmt: skip
+        return deq.train()(lambda z: f(z, x), torch.zeros_like(x))[0][-1]
 
     return run
 
 
-def step(solver, f, x, max_steps):
-    z0, seed, inputs = torch.zeros_like(x), torch.randn_like(x), [x, *f.parameters()]
+SOLVERS = {
+    "reversible": reversible,
+    "reversible, exact state": functools.partial(reversible, state="exact"),
+    "stored graph": by_autograd(stored_graph),
+    "checkpoint": by_autograd(checkpointed),
+    "torchdeq Anderson, IFT": with_torchdeq("anderson", ift=True),
+    "torchdeq Broyden, IFT": with_torchdeq("broyden", ift=True),
+    "torchdeq Anderson, phantom": with_torchdeq("anderson", grad=1),
+}
+WITH_TOLERANCE = {
+    "reversible": functools.partial(reversible, tol=TOL),
+    "reversible, exact state": functools.partial(reversible, tol=TOL, state="exact"),
+    "torchdeq Anderson, IFT": with_torchdeq("anderson", iterations=30, tol=TOL, ift=True),
+    "torchdeq Broyden, IFT": with_torchdeq("broyden", iterations=30, tol=TOL, ift=True),
+    "torchdeq Anderson, phantom": with_torchdeq("anderson", iterations=30, tol=TOL, grad=1),
+}
+SLOW = "torchdeq Broyden, IFT"
+SLOW_DEPTH = 16
+"""The depth up to which the slowest is run: its time and memory both grow with N."""
+TOLERANCE_STEPS = 15
+"""The most that the reversible solver takes: 30 evaluations, as for torchdeq."""
 
-    def run():
-        return torch.autograd.grad(solver(f, z0, x, beta=0.5, max_steps=max_steps), inputs, seed)
 
-    return run
-
-
-def reversible(*args, max_steps, **settings):
-    # At N = 64 only the memory is looked at: that is beyond float64's range, and the check would say so.
-    return revdeq.solve(*args, max_steps=max_steps, check="raise" if max_steps == N else "warn", **settings).z
+def gradient(solver, f, x, n, seed):
+    inputs = [x, *f.parameters()]
+    return torch.autograd.grad(solver(f, x, n), inputs, seed)
 
 
-def seconds(run):
-    start = time.perf_counter()
-    run()
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+def bare(f, x, n, seed):
+    z, inputs = torch.zeros_like(x), [x, *f.parameters()]
+    for _ in range(2 * n):
+        f(z.detach().requires_grad_(), x)
+    for _ in range(2 * n):
+        leaf = z.detach().requires_grad_()
+        torch.autograd.grad(f(leaf, x), [leaf, *inputs], seed)
 
 
-def agree(f, x):
-    """A comparison counts only if both sides compute the same."""
-    torch.manual_seed(1)
-    ours = step(reversible, f, x, N)()
-    torch.manual_seed(1)
-    stored = step(stored_graph, f, x, N)()
-    error = max(((g - s).norm() / s.norm()).item() for g, s in zip(ours, stored, strict=True))
-    assert error < 1e-6, f"the gradients differ by {error:.1e}: there is nothing to compare"
-    return error
+def distance(gradients, expected):
+    """Relative, over all parameters together."""
+    differences = torch.stack([(g.double() - e.double()).norm() for g, e in zip(gradients, expected, strict=True)])
+    return (differences.norm() / torch.stack([e.double().norm() for e in expected]).norm()).item()
+
+
+class Counted:
+    def __init__(self, f):
+        self.f, self.count, self.parameters = f, 0, f.parameters
+
+    def __call__(self, *args):
+        self.count += 1
+        return self.f(*args)
+
+
+class _GivenBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, stored):
+        return stored.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Remembering(Counted):
+    """f, whose evaluations of the backward pass get the inputs of the forward pass, whatever they are called with."""
+
+    def __init__(self, f):
+        super().__init__(f)
+        self.inputs, self.turned_back = [], False
+
+    def __call__(self, z, *args):
+        if self.turned_back:
+            return self.f(_GivenBack.apply(z, self.inputs.pop()), *args)
+        self.inputs.append(z.detach().clone())
+        return self.f(z, *args)
+
+
+def reversal_error(solver, block, n):
+    f, x, seed = problem(block, SMALL_BATCH)
+    ours = gradient(solver, f, x, n, seed)
+    remembering = Remembering(f)
+    z = solver(remembering, x, n)
+    remembering.turned_back = True
+    return distance(ours, torch.autograd.grad(z, [x, *f.parameters()], seed))
+
+
+def gradient_error(solver, block, n, exact_depth):
+    ours = gradient(solver, *(p := problem(block, SMALL_BATCH))[:2], n, p[2])
+    f, x, seed = problem(block, SMALL_BATCH, torch.float64)
+    return distance(ours, gradient(SOLVERS["stored graph"], f, x, exact_depth, seed))
+
+
+def measured_alone(family, provider, block, n):
+    """Everything but the time, by quantity; run in a fresh process."""
+    warnings.simplefilter("ignore", revdeq.ReconstructionWarning)
+    solver = (SOLVERS if family == "step" else WITH_TOLERANCE)[provider]
+    f, x, seed = problem(block)
+    counted = Counted(f)
+    solver(counted, x, n)
+    ours = provider.startswith("reversible")
+    fixed_point = family == "tolerance" or provider.startswith("torchdeq")
+    results = {
+        "bytes": peak_memory(lambda: gradient(solver, f, x, n, seed), DEVICE),
+        "evaluations": counted.count,
+        "gradient error": gradient_error(solver, block, n, 64 if fixed_point else n),
+    }
+    if ours:
+        results["reversal error"] = reversal_error(solver, block, n)
+    return results
+
+
+def timed(family, block, n, budget):
+    f, x, seed = problem(block)
+    solvers = SOLVERS if family == "step" else WITH_TOLERANCE
+    runs = {"bare": lambda: bare(f, x, n, seed)} if family == "step" else {}
+    for name, solver in solvers.items():
+        if name != SLOW or n <= SLOW_DEPTH:
+            runs[name] = functools.partial(gradient, solver, f, x, n, seed)
+    return take_turns(runs, budget, rounds=(3, 15) if n < 32 else (2, 2))
+
+
+def show(title, times, results):
+    print(f"\n{title}")
+    print(
+        f"  {'':28}{'time':>12}{'over bare':>11}{'memory':>11}{'evaluations':>13}{'gradient error':>16}{'reversal':>10}"
+    )
+    for provider in times:
+        seconds, row = times[provider], results.get(provider, {})
+        over = f"{ratio(seconds, times['bare']):.3f}" if "bare" in times else ""
+        memory = f"{row['bytes'] / 2**20:.1f} MiB" if row else ""
+        error = f"{row['gradient error']:.1e}" if row else ""
+        reversal = f"{row['reversal error']:.0e}" if "reversal error" in row else ""
+        count = row.get("evaluations", "")
+        print(f"  {provider:28}{min(seconds) * 1e3:9.1f} ms{over:>11}{memory:>11}{count:>13}{error:>16}{reversal:>10}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--table", type=Path, help="the CSV to add the measurements to")
+    parser.add_argument("--quick", action="store_true", help="few depths and rounds")
+    arguments = parser.parse_args()
+    table = Table(arguments.table) if arguments.table else None
     warnings.simplefilter("ignore", revdeq.ReconstructionWarning)
     # A training run has long since grown the C library's threshold for returning memory to the system.
     torch.empty(2**25 - 2**16, dtype=torch.uint8)
-    for name, f, x in blocks():
-        x.requires_grad_()
-        error = agree(f, x)
-        providers = {
-            "bare": bare(f, x, N),
-            "reversible": step(reversible, f, x, N),
-            "checkpoint": step(checkpointed, f, x, N),
-            "stored graph": step(stored_graph, f, x, N),
-        }
-        times = {provider: [] for provider in providers}
-        for _ in tqdm(range(rounds), desc=name, leave=False):
-            for provider, run in providers.items():
-                times[provider].append(seconds(run))
-        memory = {n: peak_memory(step(reversible, f, x, n), DEVICE) for n in (N, 64)}
-        print(f"{name}, N = {N} (gradients agree to {error:.0e})")
-        for provider in providers:
-            ratio = statistics.median(t / b for t, b in zip(times[provider], times["bare"], strict=True))
-            print(f"  {provider:14}{min(times[provider]) * 1e3:8.1f} ms (minimum){ratio:8.3f}x bare")
-        pairs = zip(times["reversible"], times["checkpoint"], strict=True)
-        print(f"  reversible over checkpoint {statistics.median(r / c for r, c in pairs):.3f}")
-        print(f"  peak memory at N = 64 over N = {N}: {memory[64] / memory[N]:.3f}")
+    depths, budget = (QUICK_DEPTHS, 1.0) if arguments.quick else (DEPTHS, 6.0)
+    cases = [("step", block, n) for block in SHAPES for n in depths]
+    cases += [("tolerance", block, TOLERANCE_STEPS) for block in SHAPES]
+    # A server that has imported everything and computed nothing forks a process for each measurement.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["revdeq.models", "revdeq.baselines", "torchdeq"])
+    for family, block, n in tqdm(cases, desc="whole steps", leave=False, disable=None):
+        times = timed(family, block, n, budget)
+        results = {}
+        for provider in times:
+            if provider != "bare":
+                with processes.Pool(1) as pool:
+                    results[provider] = pool.apply(measured_alone, (family, provider, block, n))
+        title = f"{block}, N = {n}" if family == "step" else f"{block}, tolerance {TOL:g}, at most {2 * n} evaluations"
+        show(title, times, results)
+        if table is None:
+            continue
+        for provider, seconds in times.items():
+            table.add(f"{family}, {block}", provider, n, "seconds", seconds)
+            if "bare" in times:
+                over = [a / b for a, b in zip(seconds, times["bare"], strict=True)]
+                table.add(f"{family}, {block}", provider, n, "time over bare", over)
+            for quantity, value in results.get(provider, {}).items():
+                table.add(f"{family}, {block}", provider, n, quantity, [value])
 
 
 if __name__ == "__main__":
+    start = time.perf_counter()
     main()
+    print(f"\n{time.perf_counter() - start:.0f} s")

@@ -3,110 +3,169 @@
     pytest bench/test_update.py
 
 A provider is timed only after its result has been checked against the reference. pytest-benchmark's own table
-has the fused half-step; for the table of ratios at its end all providers take turns, so that whatever else the
-machine does slows all of them down, and a ratio is that of their medians.
+has the fused half-step; for the table of ratios at its end all providers take turns.
 """
 
-import statistics
-import timeit
+import functools
+import itertools
 
 import pytest
 import torch
+from table import device
+from turns import ratio, take_turns
 
 from revdeq import kernels
-from revdeq.kernels import reference
+from revdeq.kernels import exact, reference
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = device()
 BETA = torch.tensor(0.8, dtype=torch.float32).item()
-SIZES = [2**k for k in (12, 16, 20, 22, 24)]
+RADIX = exact.Radix.nearest(0.8, 24)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # the compiler's own
+LARGE = 2**20
+"""Elements up to which a quick run goes."""
 
 
-def data(n):
+def data(n, dtype):
     generator = torch.Generator().manual_seed(0)
-    state = torch.randn(n, generator=generator, dtype=torch.float64)
-    return [state.to(DEVICE)] + [torch.randn(n, generator=generator).to(DEVICE) for _ in range(4)]
+    state = torch.randn(n, generator=generator, dtype=torch.float64).to(DEVICE)
+    f, copy, vjp = (torch.randn(n, generator=generator).to(DEVICE, dtype) for _ in range(3))
+    return state, f, copy, torch.randn(n, generator=generator).to(DEVICE), vjp
 
 
-def synchronized(run):
-    def wait():
-        run()
-        torch.cuda.synchronize()
-
-    return wait if DEVICE.type == "cuda" else run
-
-
-def forward(provider, n):
-    state, f, copy, *_ = data(n)
-    expected = state.clone()
-    reference.relax(expected, f, torch.empty_like(f), BETA)
-    if provider in ("fused", "fused with norms"):
-        half_step = kernels.half_step(DEVICE)(state, copy, BETA)
-        run = half_step.relax if provider == "fused" else half_step.relax_norms
-        run(f)
-        assert torch.equal(state, expected)
-        assert torch.equal(copy, expected.float())
-        return lambda: run(f)
-    if provider == "unfused":
-
-        def unfused():
-            y = (1 - BETA) * state + BETA * f.double()
-            return y, y.float()
-
-        assert torch.equal(unfused()[0], expected)
-        return unfused
-    source, target = (torch.rand(3 * n, device=DEVICE) for _ in range(2))  # 12 bytes in, 12 out
+def copying(bytes_read):
+    source, target = (torch.ones(bytes_read // 4, device=DEVICE) for _ in range(2))
     return lambda: target.copy_(source)
 
 
-def backward(provider, n):
-    state, f, copy, adjoint, vjp = data(n)
+@functools.cache
+def compiled(function):
+    return torch.compile(function, dynamic=True)
+
+
+def naive_forward(state, f):
+    y = (1 - BETA) * state + BETA * f.double()
+    return y, y.to(f.dtype)
+
+
+def in_place_forward(state, f, copy):
+    state.mul_(1 - BETA).add_(f.double().mul_(BETA))
+    copy.copy_(state)
+
+
+def forward(n, dtype):
+    """The providers, checked, and the bytes that one has to move."""
+    state, f, copy, *_ = data(n, dtype)
+    expected, expected_copy = state.clone(), torch.empty_like(copy)
+    reference.relax(expected, f, expected_copy, BETA)
+
+    def check(provider, bits=True):
+        x, c = state.clone(), torch.empty_like(copy)
+        results = provider(x, c) or (x, c)
+        agree = torch.equal if bits else functools.partial(torch.allclose, rtol=1e-15, atol=1e-15)
+        assert agree(results[0], expected), "not the result of the reference: there is nothing to compare"
+        assert not bits or torch.equal(results[1], expected_copy)
+
+    half_step = kernels.half_step(DEVICE)
+    check(lambda x, c: half_step(x, c, BETA).relax(f))
+    check(lambda x, c: naive_forward(x, f))
+    check(lambda x, c: in_place_forward(x, f, c))
+    check(lambda x, c: compiled(in_place_forward)(x, f, c), bits=False)  # it may contract a multiply-add
+    fused = half_step(state.clone(), torch.empty_like(copy), BETA)
+    integers = exact_half_step(state, f, copy, "relax")
+    in_place = state.clone()
+    providers = {
+        "fused": lambda: fused.relax(f),
+        "fused with norms": lambda: fused.relax_norms(f),
+        "fused, exact state": integers,
+        "unfused": lambda: naive_forward(state, f),
+        "unfused, in place": lambda: in_place_forward(in_place, f, copy),
+        "torch.compile": lambda: compiled(in_place_forward)(in_place, f, copy),
+        "copy": copying(n * (8 + f.element_size())),
+    }
+    return providers, 2 * n * (8 + f.element_size())
+
+
+def naive_backward(state, f, adjoint, vjp):
+    y = (state - BETA * f.double()) / (1 - BETA)
+    return y, y.to(f.dtype), (1 - BETA) * adjoint + BETA * vjp.float()
+
+
+def in_place_backward(state, f, copy, adjoint, vjp):
+    state.sub_(f.double().mul_(BETA)).div_(1 - BETA)
+    copy.copy_(state)
+    adjoint.mul_(1 - BETA).add_(vjp.float() * BETA)
+
+
+def backward(n, dtype):
+    state, f, copy, adjoint, vjp = data(n, dtype)
     expected, expected_adjoint = state.clone(), adjoint.clone()
     reference.invert_adjoint(expected, f, torch.empty_like(f), expected_adjoint, vjp, BETA)
-    if provider == "fused":
-        half_step = kernels.half_step(DEVICE)(state, copy, BETA)
-        half_step.invert_adjoint(f, adjoint, vjp)
-        assert torch.equal(state, expected)
-        assert torch.equal(adjoint, expected_adjoint)
-        state.zero_(), f.zero_()  # repeated inversion would run into infinity, which is slow on some CPUs
-        return lambda: half_step.invert_adjoint(f, adjoint, vjp)
-    if provider == "unfused":
 
-        def unfused():
-            y = (state - BETA * f.double()) / (1 - BETA)
-            return y, y.float(), (1 - BETA) * adjoint + BETA * vjp
+    def check(provider, bits=True):
+        x, c, g = state.clone(), torch.empty_like(copy), adjoint.clone()
+        results = provider(x, c, g) or (x, c, g)
+        agree = torch.equal if bits else functools.partial(torch.allclose, rtol=1e-6, atol=1e-6)
+        assert agree(results[0], expected), "not the result of the reference: there is nothing to compare"
+        assert agree(results[2], expected_adjoint), "not the result of the reference: there is nothing to compare"
 
-        results = unfused()
-        assert torch.equal(results[0], expected)
-        assert torch.equal(results[2], expected_adjoint)
-        return unfused
-    source, target = (torch.rand(9 * n // 2, device=DEVICE) for _ in range(2))  # 18 bytes in, 18 out
-    return lambda: target.copy_(source)
-
-
-def take_turns(providers, rounds=15, least=1e-3):
-    """Median seconds of each, from rounds of at least a millisecond."""
-    calls = {}
-    for name, run in providers.items():
-        run()
-        calls[name] = max(1, int(least / min(timeit.repeat(run, number=1, repeat=5))))
-    times = {name: [] for name in providers}
-    for _ in range(rounds):
-        for name, run in providers.items():
-            times[name].append(timeit.timeit(run, number=calls[name]) / calls[name])
-    return {name: statistics.median(values) for name, values in times.items()}
+    half_step = kernels.half_step(DEVICE)
+    check(lambda x, c, g: half_step(x, c, BETA).invert_adjoint(f, g, vjp))
+    check(lambda x, c, g: naive_backward(x, f, g, vjp))
+    check(lambda x, c, g: in_place_backward(x, f, c, g, vjp))
+    check(lambda x, c, g: compiled(in_place_backward)(x, f, c, g, vjp), bits=False)
+    integers = exact_half_step(state, f, copy, "invert_adjoint", adjoint.clone(), vjp)
+    state.zero_(), f.zero_()  # repeated inversion would run into infinity, which is slow on some CPUs
+    fused = half_step(state.clone(), torch.empty_like(copy), BETA)
+    in_place, gradient = state.clone(), adjoint.clone()
+    providers = {
+        "fused": lambda: fused.invert_adjoint(f, gradient, vjp),
+        "fused, exact state": integers,
+        "unfused": lambda: naive_backward(state, f, adjoint, vjp),
+        "unfused, in place": lambda: in_place_backward(in_place, f, copy, gradient, vjp),
+        "torch.compile": lambda: compiled(in_place_backward)(in_place, f, copy, gradient, vjp),
+        "copy": copying(n * (12 + 3 * f.element_size() // 2)),
+    }
+    return providers, n * (2 * 8 + 2 * 4 + 3 * f.element_size())
 
 
-DIRECTIONS = {
-    "forward": (forward, ("fused", "unfused", "copy", "fused with norms")),
-    "backward": (backward, ("fused", "unfused", "copy")),
-}
+def exact_half_step(x, f, copy, operation, *more):
+    """A half-step of the integer state, compared with its reference. It is always the first one, so that no
+    remainder is put aside: what its bits become by repetition does not change the time."""
+
+    def bound(half_step):
+        state = exact.encode(x, RADIX)
+        bound_step = half_step(state, torch.empty_like(copy), RADIX, 1)
+        bound_step.done = 0 if operation == "relax" else 1
+        getattr(bound_step, operation)(f, *(y.clone() for y in more))
+        return bound_step
+
+    ours, expected = bound(kernels.exact_half_step(DEVICE)), bound(exact.HalfStep)
+    assert torch.equal(ours.state, expected.state), "not the result of the reference: there is nothing to compare"
+    assert torch.equal(ours.copy, expected.copy)
+    run, start = getattr(ours, operation), 0 if operation == "relax" else 1
+
+    def again():
+        ours.done = start
+        run(f, *more)
+
+    return again
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_half_step(benchmark, direction, n):
-    prepare, names = DIRECTIONS[direction]
-    providers = {name: synchronized(prepare(name, n)) for name in names}
-    benchmark.group = f"{direction} half-step, 2^{n.bit_length() - 1}"
-    benchmark.extra_info["seconds"] = take_turns(providers)
-    benchmark(providers["fused"])
+DIRECTIONS = {"forward": forward, "backward": backward}
+
+
+@pytest.mark.parametrize("exponent", range(10, 27, 2))
+@pytest.mark.parametrize(("direction", "dtype"), [*itertools.product(DIRECTIONS, DTYPES)])
+def test_half_step(benchmark, table, quick, direction, dtype, exponent):
+    n = 2**exponent
+    if quick and n > LARGE:
+        pytest.skip("left out of a quick run")
+    providers, bytes_moved = DIRECTIONS[direction](n, DTYPES[dtype])
+    times = take_turns(providers, budget=0.3 if quick else 2.0)
+    for provider, seconds in times.items():
+        table.add(f"{direction} half-step", provider, n, "seconds", seconds, dtype, bytes_moved)
+    benchmark.group = f"{direction}, {dtype}, 2^{exponent}"
+    benchmark.extra_info["seconds"] = min(times["fused"])
+    benchmark.extra_info["ratios"] = {name: ratio(times[name], times["fused"]) for name in times}
+    benchmark.pedantic(providers["fused"], rounds=5, warmup_rounds=1)

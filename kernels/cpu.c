@@ -146,6 +146,15 @@ CLONES static void relax_norms_chunk(const half_step *h, const void *f, int f_ty
         relax_norms_loop(h->state + from, at(f, from, F), at(h->copy, from, C), n, h->beta, change, value, F, C)))
 }
 
+/* adjoint = a adjoint + beta vjp. The adjoint is float64 where f reads float64 and float32 everywhere else, and is
+ * computed in its own precision. */
+INLINE void update_adjoint(void *adjoint, const void *vjp, int64_t i, double a, double beta, enum dtype copy_type) {
+    if (copy_type == F64)
+        ((double *)adjoint)[i] = a * ((double *)adjoint)[i] + beta * ((const double *)vjp)[i];
+    else
+        ((float *)adjoint)[i] = (float)a * ((float *)adjoint)[i] + (float)beta * (float)load(vjp, i, copy_type);
+}
+
 /* state = (state - beta f) / a */
 INLINE void invert_loop(double *state, const void *f, void *copy, int64_t n, double beta,
                         enum dtype f_type, enum dtype copy_type) {
@@ -158,21 +167,16 @@ INLINE void invert_loop(double *state, const void *f, void *copy, int64_t n, dou
     }
 }
 
-/* The same, and adjoint = a adjoint + beta vjp. The adjoint is float64 where f reads float64 and
- * float32 everywhere else, and is computed in its own precision. */
+/* The same, and the adjoint. */
 INLINE void invert_adjoint_loop(double *state, const void *f, void *copy, void *adjoint, const void *vjp, int64_t n,
                                 double beta, enum dtype f_type, enum dtype copy_type) {
     const double a = 1 - beta;
-    const float a32 = (float)a, beta32 = (float)beta;
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
         double previous = (state[i] - beta * load(f, i, f_type)) / a;
         state[i] = previous;
         store(copy, i, copy_type, previous);
-        if (copy_type == F64)
-            ((double *)adjoint)[i] = a * ((double *)adjoint)[i] + beta * ((const double *)vjp)[i];
-        else
-            ((float *)adjoint)[i] = a32 * ((float *)adjoint)[i] + beta32 * (float)load(vjp, i, copy_type);
+        update_adjoint(adjoint, vjp, i, a, beta, copy_type);
     }
 }
 
@@ -192,7 +196,6 @@ INLINE void invert_compare_loop(const double *state, const void *f, const void *
                                 const void *vjp, int64_t n, double beta, int32_t *error, int32_t *value,
                                 enum dtype f_type, enum dtype copy_type) {
     const double a = 1 - beta;
-    const float a32 = (float)a, beta32 = (float)beta;
     memset(error, 0, LANES * sizeof *error);
     memset(value, 0, LANES * sizeof *value);
     for (int64_t row = 0; row < n; row += LANES) {
@@ -205,12 +208,8 @@ INLINE void invert_compare_loop(const double *state, const void *f, const void *
             int32_t value_bits = (int32_t)(bits_of((float)state[i]) & 0x7FFFFFFFu);
             error[lane] = error_bits > error[lane] ? error_bits : error[lane];
             value[lane] = value_bits > value[lane] ? value_bits : value[lane];
-            if (!adjoint)
-                continue;
-            if (copy_type == F64)
-                ((double *)adjoint)[i] = a * ((double *)adjoint)[i] + beta * ((const double *)vjp)[i];
-            else
-                ((float *)adjoint)[i] = a32 * ((float *)adjoint)[i] + beta32 * (float)load(vjp, i, copy_type);
+            if (adjoint)
+                update_adjoint(adjoint, vjp, i, a, beta, copy_type);
         }
     }
 }
@@ -269,234 +268,282 @@ API void revdeq_invert_compare(const half_step *h, const void *f, int f_type, in
                                                  partial + chunk * LANES, partial + (chunks + chunk) * LANES))
 }
 
-/* The integer state of exact.py. Doubles hold all of its integers exactly (|T| < 2^39), so that the loops are
- * vectorised like those above. */
+/* The integer state of exact.py. A half-step and its inverse are one function, with p and d exchanged:
+ *
+ *     e = R mod from, R = floor(R / from)
+ *     T = sign (from Y + e) + weight F
+ *     Y = floor(T / to), R = R to + (T mod to)
+ *
+ * It runs on a row of LANES elements at a time, which stays in the first-level cache while f is converted before and
+ * Y after it: only these conversions know dtypes. */
 typedef struct {
     int64_t *state;
     void *copy;
     int64_t n;
-    double a, beta, sign, p, d, weight, scale;
-    int32_t copy_type;
+    double a, beta;
+    int32_t sign, p, d, fraction_bits, copy_type;
 } exact_half_step;
 
-/* floor(x / d) for integers |x| < 2^46 and d <= 64: x + 1/2 is never closer to a multiple of d than 1/2. */
-INLINE double floor_divide(double x, double inverse) { return __builtin_floor((x + 0.5) * inverse); }
+typedef struct {
+    int32_t from, to, sign, weight;
+} radix;
+
+INLINE radix there(const exact_half_step *h) { return (radix){h->p, h->d, h->sign, h->d - h->sign * h->p}; }
+INLINE radix back(const exact_half_step *h) { return (radix){h->d, h->p, h->sign, h->p - h->sign * h->d}; }
+INLINE double unit(const exact_half_step *h) { return 1.0 / (double)((int64_t)1 << h->fraction_bits); }
 
 INLINE uint64_t word_of(double x) { uint64_t u; memcpy(&u, &x, 8); return u; }
 INLINE double double_of(uint64_t u) { double x; memcpy(&x, &u, 8); return x; }
 
-/* The two halves of a word as doubles and back, without leaving 64-bit lanes: the low bits of 2^52 + u are u. */
-#define BITS_OF_2_52 0x4330000000000000u
+/* A double plus ROUND is rounded to an integer, whose two's complement stands in the low bits. */
+#define ROUND 0x1.8p52
+#define LOW 0xFFFFFFFFu
+
+/* floor(x / n) = round(x / n + OFFSET(n)), for integers |x| < 2^42 and n <= 64 never near a tie. */
+#define OFFSET(n) ((0.5 - (n) / 2.0) / (n))
+
+/* The halves of a word as doubles, without leaving 64-bit lanes: the low bits of 2^52 + u are u. */
 INLINE double high(int64_t word) {
-    return double_of(((uint64_t)word >> 32 ^ 0x80000000u) | BITS_OF_2_52) - (0x1p52 + 0x1p31);
+    return double_of((uint64_t)word >> 32 ^ (word_of(0x1p52) | 0x80000000u)) - (0x1p52 + 0x1p31);
 }
-INLINE double low(int64_t word) { return double_of(((uint64_t)word & 0xFFFFFFFFu) | BITS_OF_2_52) - 0x1p52; }
-INLINE int64_t packed(double y, double r) {
-    return (int64_t)((word_of(y + (0x1p52 + 0x1p31)) ^ 0x80000000u) << 32 | (word_of(r + 0x1p52) & 0xFFFFFFFFu));
+INLINE double low(int64_t word) { return double_of(((uint64_t)word & LOW) | word_of(0x1p52)) - 0x1p52; }
+
+/* One row, by doubles, which hold all of these integers exactly and are vectorised everywhere. Stores Y also in y;
+ * returns whether a Y did not fit into 32 bits, as only happens where sign < 0. */
+CLONES static int step_by_doubles(int64_t *state, const int32_t *f, int32_t *y, int64_t n, radix radix) {
+    const double from = radix.from, to = radix.to, sign = radix.sign, weight = radix.weight;
+    const double inverse_from = 1 / from, inverse_to = 1 / to;
+    uint64_t outside = 0;
+#pragma omp simd reduction(| : outside)
+    for (int64_t i = 0; i < n; i++) {
+        double r = low(state[i]), rest = (r * inverse_from + OFFSET(from)) + ROUND - ROUND;
+        double t = sign * (from * high(state[i]) + (r - rest * from)) + weight * f[i];
+        double next = (t * inverse_to + OFFSET(to)) + ROUND;
+        double remainder = rest * to + (t - (next - ROUND) * to);
+        outside |= word_of(next) - word_of(ROUND - 0x1p31);
+        state[i] = (int64_t)(word_of(next) << 32 | (word_of(remainder + ROUND) & LOW));
+        y[i] = (int32_t)(word_of(next) & LOW);
+    }
+    return outside >> 32 != 0;
 }
 
-/* f in units of 2^-G, or 0 if that is not a number of 32 bits */
-INLINE double to_integer(double f, double scale) {
-    double scaled = f * scale;
-    return __builtin_fabs(scaled) < 0x1p31 ? __builtin_rint(scaled) : 0;
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define AVX2 __attribute__((target("avx2")))
+
+/* The same with AVX2's product of the low halves of 64-bit lanes, which takes half the time and which no compiler
+ * finds by itself. n is a multiple of 8; the flags are constant where this is called. */
+AVX2 INLINE int step_by_avx2(int64_t *state, const int32_t *f, int32_t *y, int64_t n, radix radix,
+                             const int divide_first, const int divide_last, const int may_overflow) {
+    const __m256i from = _mm256_set1_epi64x(radix.from), to = _mm256_set1_epi64x(radix.to);
+    const __m256i factor = _mm256_set1_epi64x(radix.sign * radix.from), weight = _mm256_set1_epi64x(radix.weight);
+    const __m256i sign = _mm256_set1_epi64x(radix.sign), lowest = _mm256_castpd_si256(_mm256_set1_pd(ROUND - 0x1p31));
+    const __m256d inverse_from = _mm256_set1_pd(1.0 / radix.from), inverse_to = _mm256_set1_pd(1.0 / radix.to);
+    const __m256d offset_from = _mm256_set1_pd(OFFSET(radix.from)), offset_to = _mm256_set1_pd(OFFSET(radix.to));
+    const __m256d round = _mm256_set1_pd(ROUND), two_52 = _mm256_set1_pd(0x1p52);
+    __m256i outside = _mm256_setzero_si256();
+    for (int64_t i = 0; i < n; i += 8) {
+        __m256i eight = _mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i *)(f + i)), 0xD8), next[2];
+        for (int half = 0; half < 2; half++) {
+            __m256i *p = (__m256i *)(state + i + 4 * half), word = _mm256_loadu_si256(p), rest = word;
+            __m256i four = half ? _mm256_unpackhi_epi32(eight, eight) : _mm256_unpacklo_epi32(eight, eight);
+            __m256i t = _mm256_add_epi64(_mm256_mul_epi32(_mm256_srli_epi64(word, 32), factor),
+                                         _mm256_mul_epi32(four, weight));
+            if (divide_first) {
+                __m256i r = _mm256_blend_epi32(word, _mm256_castpd_si256(two_52), 0xAA);
+                __m256d quotient = _mm256_mul_pd(_mm256_sub_pd(_mm256_castsi256_pd(r), two_52), inverse_from);
+                rest = _mm256_castpd_si256(_mm256_add_pd(_mm256_add_pd(quotient, offset_from), round));
+                __m256i e = _mm256_sub_epi64(word, _mm256_mul_epu32(rest, from));
+                t = _mm256_add_epi64(t, _mm256_mul_epi32(e, sign));
+            }
+            next[half] = t;
+            __m256i remainder = rest;
+            if (divide_last) {
+                __m256i sum = _mm256_add_epi64(t, _mm256_castpd_si256(round));
+                __m256d quotient = _mm256_mul_pd(_mm256_sub_pd(_mm256_castsi256_pd(sum), round), inverse_to);
+                next[half] = _mm256_castpd_si256(_mm256_add_pd(_mm256_add_pd(quotient, offset_to), round));
+                remainder = _mm256_add_epi64(_mm256_mul_epu32(rest, to),
+                                             _mm256_sub_epi64(t, _mm256_mul_epi32(next[half], to)));
+            }
+            if (may_overflow)
+                outside = _mm256_or_si256(outside, _mm256_sub_epi64(next[half], lowest));
+            _mm256_storeu_si256(p, _mm256_blend_epi32(_mm256_slli_epi64(next[half], 32), remainder, 0x55));
+        }
+        __m256 low_halves = _mm256_shuffle_ps(_mm256_castsi256_ps(next[0]), _mm256_castsi256_ps(next[1]), 0x88);
+        _mm256_storeu_si256((__m256i *)(y + i), _mm256_permute4x64_epi64(_mm256_castps_si256(low_halves), 0xD8));
+    }
+    return !_mm256_testz_si256(outside, _mm256_set1_epi64x((long long)0xFFFFFFFF00000000));
 }
 
-INLINE void store_decoded(void *copy, int64_t i, enum dtype type, double y, double unit) {
-    if (type == F64)
-        ((double *)copy)[i] = y * unit;
-    else
-        store(copy, i, type, (float)y * (float)unit);
+AVX2 static int step_eights(int64_t *state, const int32_t *f, int32_t *y, int64_t n, radix radix) {
+    if (radix.to == 1)
+        return step_by_avx2(state, f, y, n, radix, 1, 0, 0);
+    if (radix.from == 1)
+        return radix.sign < 0 ? step_by_avx2(state, f, y, n, radix, 0, 1, 1)
+                              : step_by_avx2(state, f, y, n, radix, 0, 1, 0);
+    return radix.sign < 0 ? step_by_avx2(state, f, y, n, radix, 1, 1, 1)
+                          : step_by_avx2(state, f, y, n, radix, 1, 1, 0);
+}
+
+static int step(int64_t *state, const int32_t *f, int32_t *y, int64_t n, radix radix) {
+    int64_t eights = __builtin_cpu_supports("avx2") ? n & ~(int64_t)7 : 0;
+    int outside = eights ? step_eights(state, f, y, eights, radix) : 0;
+    return outside | (eights < n && step_by_doubles(state + eights, f + eights, y + eights, n - eights, radix));
+}
+#else
+#define step step_by_doubles
+#endif
+
+/* f in units of 2^-G, rounded to the nearest even, or 0 where that is not a number of 32 bits; returns whether that
+ * happened. */
+INLINE int integers_loop(const void *f, int32_t *number, int64_t n, double scale, enum dtype type) {
+    int bad = 0;
+#pragma omp simd reduction(| : bad)
+    for (int64_t i = 0; i < n; i++) {
+        if (type == F64) {
+            double whole = __builtin_rint(((const double *)f)[i] * scale);
+            int fits = __builtin_fabs(whole) < 0x1p31;
+            number[i] = (int32_t)(fits ? whole : 0);
+            bad |= !fits;
+        } else {
+            float whole = __builtin_rintf((float)load(f, i, type) * (float)scale);
+            int fits = __builtin_fabsf(whole) < 0x1p31f;
+            number[i] = (int32_t)(fits ? whole : 0);
+            bad |= !fits;
+        }
+    }
+    return bad;
+}
+
+INLINE void decode_loop(const int32_t *y, void *copy, int64_t n, double unit, enum dtype type) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++)
+        store(copy, i, type, type == F64 ? y[i] * unit : (float)y[i] * (float)unit);
+}
+
+INLINE void update_adjoint_loop(void *adjoint, const void *vjp, int64_t n, double a, double beta, enum dtype type) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++)
+        update_adjoint(adjoint, vjp, i, a, beta, type);
+}
+
+INLINE int integers(const void *f, int64_t from, int32_t *number, int64_t n, double scale, int type) {
+    int bad = 0;
+    CONSTANT(F, type, bad = integers_loop(at(f, from, F), number, n, scale, F))
+    return bad;
+}
+
+#define FOR_EACH_ROW(...)                                                                \
+    for (int64_t row = from, end = from + n; row < end; row += LANES) {                  \
+        const int64_t lanes = end - row < LANES ? end - row : LANES;                     \
+        int32_t number[LANES], y[LANES];                                                 \
+        __VA_ARGS__                                                                      \
+    }
+
+/* Returns whether an f or a Y did not fit. spill may be NULL, as may change with value. */
+CLONES static int exact_relax_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from, int64_t n,
+                                    int32_t *spill, float *change, float *value) {
+    int bad = 0;
+    if (change) {
+        memset(change, 0, LANES * sizeof *change);
+        memset(value, 0, LANES * sizeof *value);
+    }
+    FOR_EACH_ROW(
+        int64_t *state = h->state + row, before[LANES];
+        if (change)
+            memcpy(before, state, lanes * sizeof *state);
+        if (spill)
+            for (int64_t i = 0; i < lanes; i++) {
+                spill[row + i] = (int32_t)(uint32_t)state[i];
+                state[i] = (int64_t)((uint64_t)state[i] & ~(uint64_t)LOW);
+            }
+        bad |= integers(f, row, number, lanes, 1 / unit(h), f_type);
+        bad |= step(state, number, y, lanes, there(h));
+        CONSTANT(C, h->copy_type, decode_loop(y, at(h->copy, row, C), lanes, unit(h), C))
+        if (change)
+            for (int64_t i = 0; i < lanes; i++) {
+                float moved = (float)(y[i] - high(before[i])) * (float)unit(h), size = (float)y[i] * (float)unit(h);
+                change[i] += moved * moved;
+                value[i] += size * size;
+            }
+    )
+    return bad;
+}
+
+/* adjoint and vjp may be NULL. With a spill, the remainder before the half-step comes back from there. */
+CLONES static void exact_invert_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from, int64_t n,
+                                      void *adjoint, const void *vjp, const int32_t *spill) {
+    FOR_EACH_ROW(
+        int64_t *state = h->state + row;
+        integers(f, row, number, lanes, 1 / unit(h), f_type);
+        step(state, number, y, lanes, back(h));
+        CONSTANT(C, h->copy_type, decode_loop(y, at(h->copy, row, C), lanes, unit(h), C))
+        if (spill)
+            for (int64_t i = 0; i < lanes; i++)
+                state[i] = (int64_t)(((uint64_t)state[i] & ~(uint64_t)LOW) | (uint32_t)spill[row + i]);
+        if (adjoint)
+            CONSTANT(C, h->copy_type, update_adjoint_loop(at(adjoint, row, C == F64 ? F64 : F32), at(vjp, row, C),
+                                                          lanes, h->a, h->beta, C))
+    )
+}
+
+/* Compares as invert_compare_loop does. A remainder that is not 0 at the beginning is an error too. */
+CLONES static void exact_compare_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from, int64_t n,
+                                       const void *initial, void *adjoint, const void *vjp, int32_t *error,
+                                       int32_t *value) {
+    memset(error, 0, LANES * sizeof *error);
+    memset(value, 0, LANES * sizeof *value);
+    FOR_EACH_ROW(
+        int64_t state[LANES];
+        int32_t start[LANES];
+        memcpy(state, h->state + row, lanes * sizeof *state);
+        integers(f, row, number, lanes, 1 / unit(h), f_type);
+        integers(initial, row, start, lanes, 1 / unit(h), h->copy_type);
+        step(state, number, y, lanes, back(h));
+        for (int64_t i = 0; i < lanes; i++) {
+            float difference = (float)((double)y[i] - start[i]) * (float)unit(h) + (float)low(state[i]);
+            float size = (float)high(h->state[row + i]) * (float)unit(h);
+            int32_t error_bits = (int32_t)(bits_of(difference) & 0x7FFFFFFFu);
+            int32_t value_bits = (int32_t)(bits_of(size) & 0x7FFFFFFFu);
+            error[i] = error_bits > error[i] ? error_bits : error[i];
+            value[i] = value_bits > value[i] ? value_bits : value[i];
+        }
+        if (adjoint)
+            CONSTANT(C, h->copy_type, update_adjoint_loop(at(adjoint, row, C == F64 ? F64 : F32), at(vjp, row, C),
+                                                          lanes, h->a, h->beta, C))
+    )
 }
 
 /* Threads meet here only when something is wrong. */
-INLINE void bad_chunk(int64_t *bad, int64_t bad_here) {
+INLINE void note(int *bad, int bad_here) {
     if (bad_here) {
 #pragma omp atomic write
         *bad = 1;
     }
 }
 
-/* `one` says that p = 1, which saves a third of the work. With change and value (one row of lanes at a time), adds
- * their squares. Returns whether an f or a state did not fit into 32 bits. */
-INLINE int64_t exact_relax_loop(const exact_half_step *h, int64_t *state, const void *f, void *copy, int64_t n,
-                                float *change, float *value, int one, enum dtype f_type, enum dtype copy_type) {
-    const double sign = h->sign, p = one ? 1 : h->p, d = h->d, weight = h->weight, scale = h->scale, unit = 1 / scale;
-    const double inverse_p = 1 / p, inverse_d = 1 / d;
-    int64_t bad = 0;
-#pragma omp simd reduction(| : bad)
-    for (int64_t i = 0; i < n; i++) {
-        double y = high(state[i]), r = low(state[i]), number = load(f, i, f_type);
-        double rest = one ? r : floor_divide(r, inverse_p), e = one ? 0 : r - rest * p;
-        double t = sign * (p * y + e) + weight * to_integer(number, scale);
-        double next = floor_divide(t, inverse_d);
-        bad |= !(__builtin_fabs(number * scale) < 0x1p31) | !(__builtin_fabs(next + 0.5) < 0x1p31);
-        state[i] = packed(next, rest * d + (t - next * d));
-        store_decoded(copy, i, copy_type, next, unit);
-        if (change) {
-            float step = (float)(next - y) * (float)unit, size = (float)next * (float)unit;
-            change[i] += step * step;
-            value[i] += size * size;
-        }
-    }
+API int revdeq_exact_relax(const exact_half_step *h, const void *f, int f_type, int threads, int32_t *spill) {
+    int bad = 0;
+    FOR_EACH_CHUNK(threads, note(&bad, exact_relax_chunk(h, f, f_type, from, n, spill, NULL, NULL)))
     return bad;
 }
 
-INLINE int64_t exact_relax_rows(const exact_half_step *h, int64_t *state, const void *f, void *copy, int64_t n,
-                                float *change, float *value, int one, enum dtype f_type, enum dtype copy_type) {
-    int64_t bad = 0;
-    memset(change, 0, LANES * sizeof *change);
-    memset(value, 0, LANES * sizeof *value);
-    for (int64_t i = 0; i < n; i += LANES)
-        bad |= exact_relax_loop(h, state + i, at(f, i, f_type), at(copy, i, copy_type), n - i < LANES ? n - i : LANES,
-                                change, value, one, f_type, copy_type);
+/* partial: [2][chunks][LANES] */
+API int revdeq_exact_relax_norms(const exact_half_step *h, const void *f, int f_type, int threads, int32_t *spill,
+                                 float *partial) {
+    int bad = 0;
+    FOR_EACH_CHUNK(threads, note(&bad, exact_relax_chunk(h, f, f_type, from, n, spill, partial + chunk * LANES,
+                                                         partial + (chunks + chunk) * LANES)))
     return bad;
 }
 
-CLONES static int64_t exact_relax_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from, int64_t n,
-                                        int32_t *spill) {
-    int64_t *state = h->state + from, bad = 0;
-    if (spill)
-        for (int64_t i = 0; i < n; i++) {
-            spill[from + i] = (int32_t)(uint32_t)state[i];
-            state[i] = (int64_t)((uint64_t)state[i] & 0xFFFFFFFF00000000u);
-        }
-    if (h->p == 1)
-        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
-            bad = exact_relax_loop(h, state, at(f, from, F), at(h->copy, from, C), n, NULL, NULL, 1, F, C)))
-    else
-        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
-            bad = exact_relax_loop(h, state, at(f, from, F), at(h->copy, from, C), n, NULL, NULL, 0, F, C)))
-    return bad;
-}
-
-CLONES static int64_t exact_relax_norms_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from,
-                                              int64_t n, int32_t *spill, float *change, float *value) {
-    int64_t *state = h->state + from, bad = 0;
-    if (spill)
-        for (int64_t i = 0; i < n; i++) {
-            spill[from + i] = (int32_t)(uint32_t)state[i];
-            state[i] = (int64_t)((uint64_t)state[i] & 0xFFFFFFFF00000000u);
-        }
-    if (h->p == 1)
-        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
-            bad = exact_relax_rows(h, state, at(f, from, F), at(h->copy, from, C), n, change, value, 1, F, C)))
-    else
-        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
-            bad = exact_relax_rows(h, state, at(f, from, F), at(h->copy, from, C), n, change, value, 0, F, C)))
-    return bad;
-}
-
-/* The adjoint is updated as in invert_adjoint_loop. */
-INLINE void exact_invert_loop(const exact_half_step *h, int64_t *state, const void *f, void *copy, void *adjoint,
-                              const void *vjp, int64_t n, int one, enum dtype f_type, enum dtype copy_type) {
-    const double sign = h->sign, p = one ? 1 : h->p, d = h->d, weight = h->weight, scale = h->scale, unit = 1 / scale;
-    const double inverse_p = 1 / p, inverse_d = 1 / d;
-    const float a32 = (float)h->a, beta32 = (float)h->beta;
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++) {
-        double y = high(state[i]), r = low(state[i]);
-        double rest = floor_divide(r, inverse_d);
-        double u = sign * (y * d + (r - rest * d) - weight * to_integer(load(f, i, f_type), scale));
-        double previous = one ? u : floor_divide(u, inverse_p);
-        state[i] = packed(previous, one ? rest : rest * p + (u - previous * p));
-        store_decoded(copy, i, copy_type, previous, unit);
-        if (!adjoint)
-            continue;
-        if (copy_type == F64)
-            ((double *)adjoint)[i] = h->a * ((double *)adjoint)[i] + h->beta * ((const double *)vjp)[i];
-        else
-            ((float *)adjoint)[i] = a32 * ((float *)adjoint)[i] + beta32 * (float)load(vjp, i, copy_type);
-    }
-}
-
-#define EXACT_INVERT(ONE, ADJOINT, VJP)                                                                  \
-    CONSTANT(F, f_type, CONSTANT(C, h->copy_type,                                                        \
-        exact_invert_loop(h, state, at(f, from, F), at(h->copy, from, C), ADJOINT, VJP, n, ONE, F, C)))
-
-CLONES static void exact_invert_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from, int64_t n,
-                                      void *adjoint, const void *vjp, const int32_t *spill) {
-    int64_t *state = h->state + from;
-    if (adjoint && h->p == 1)
-        EXACT_INVERT(1, at(adjoint, from, C == F64 ? F64 : F32), at(vjp, from, C))
-    else if (adjoint)
-        EXACT_INVERT(0, at(adjoint, from, C == F64 ? F64 : F32), at(vjp, from, C))
-    else
-        EXACT_INVERT(0, NULL, NULL)
-    if (spill) /* before that half-step the remainder was put aside; it comes back from there */
-        for (int64_t i = 0; i < n; i++)
-            state[i] = (int64_t)(((uint64_t)state[i] & 0xFFFFFFFF00000000u) | (uint32_t)spill[from + i]);
-}
-
-/* Compares as invert_compare_loop does. A remainder that is not 0 at the beginning is an error too. */
-INLINE void exact_compare_loop(const exact_half_step *h, const int64_t *state, const void *f, const void *initial,
-                               void *adjoint, const void *vjp, int64_t n, int32_t *error, int32_t *value,
-                               enum dtype f_type, enum dtype copy_type) {
-    const double sign = h->sign, p = h->p, d = h->d, weight = h->weight, scale = h->scale;
-    const double inverse_p = 1 / p, inverse_d = 1 / d;
-    const float a32 = (float)h->a, beta32 = (float)h->beta, unit = (float)(1 / scale);
-    memset(error, 0, LANES * sizeof *error);
-    memset(value, 0, LANES * sizeof *value);
-    for (int64_t row = 0; row < n; row += LANES) {
-        int64_t lanes = n - row < LANES ? n - row : LANES;
-#pragma omp simd
-        for (int64_t lane = 0; lane < lanes; lane++) {
-            int64_t i = row + lane;
-            double y = high(state[i]), r = low(state[i]), rest = floor_divide(r, inverse_d);
-            double u = sign * (y * d + (r - rest * d) - weight * to_integer(load(f, i, f_type), scale));
-            double previous = floor_divide(u, inverse_p);
-            float difference = (float)(previous - to_integer(load(initial, i, copy_type), scale)) * unit +
-                               (float)(rest * p + (u - previous * p));
-            int32_t error_bits = (int32_t)(bits_of(difference) & 0x7FFFFFFFu);
-            int32_t value_bits = (int32_t)(bits_of((float)y * unit) & 0x7FFFFFFFu);
-            error[lane] = error_bits > error[lane] ? error_bits : error[lane];
-            value[lane] = value_bits > value[lane] ? value_bits : value[lane];
-            if (!adjoint)
-                continue;
-            if (copy_type == F64)
-                ((double *)adjoint)[i] = h->a * ((double *)adjoint)[i] + h->beta * ((const double *)vjp)[i];
-            else
-                ((float *)adjoint)[i] = a32 * ((float *)adjoint)[i] + beta32 * (float)load(vjp, i, copy_type);
-        }
-    }
-}
-
-CLONES static void exact_compare_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from, int64_t n,
-                                       const void *initial, void *adjoint, const void *vjp, int32_t *error,
-                                       int32_t *value) {
-    const int64_t *state = h->state + from;
-    if (adjoint)
-        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
-            exact_compare_loop(h, state, at(f, from, F), at(initial, from, C), at(adjoint, from, C == F64 ? F64 : F32),
-                               at(vjp, from, C), n, error, value, F, C)))
-    else
-        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
-            exact_compare_loop(h, state, at(f, from, F), at(initial, from, C), NULL, NULL, n, error, value, F, C)))
+API void revdeq_exact_invert(const exact_half_step *h, const void *f, int f_type, int threads, void *adjoint,
+                             const void *vjp, const int32_t *spill) {
+    FOR_EACH_CHUNK(threads, exact_invert_chunk(h, f, f_type, from, n, adjoint, vjp, spill))
 }
 
 API void revdeq_exact_invert_compare(const exact_half_step *h, const void *f, int f_type, int threads,
                                      const void *initial, void *adjoint, const void *vjp, int32_t *partial) {
     FOR_EACH_CHUNK(threads, exact_compare_chunk(h, f, f_type, from, n, initial, adjoint, vjp, partial + chunk * LANES,
                                                 partial + (chunks + chunk) * LANES))
-}
-
-/* Return whether an f or a state did not fit into 32 bits. spill may be NULL, as may adjoint with vjp. */
-API int revdeq_exact_relax(const exact_half_step *h, const void *f, int f_type, int threads, int32_t *spill) {
-    int64_t bad = 0;
-    FOR_EACH_CHUNK(threads, bad_chunk(&bad, exact_relax_chunk(h, f, f_type, from, n, spill)))
-    return bad != 0;
-}
-
-/* partial: [2][chunks][LANES] */
-API int revdeq_exact_relax_norms(const exact_half_step *h, const void *f, int f_type, int threads, int32_t *spill,
-                                 float *partial) {
-    int64_t bad = 0;
-    FOR_EACH_CHUNK(threads, bad_chunk(&bad, exact_relax_norms_chunk(h, f, f_type, from, n, spill,
-                                                                    partial + chunk * LANES,
-                                                                    partial + (chunks + chunk) * LANES)))
-    return bad != 0;
-}
-
-API void revdeq_exact_invert(const exact_half_step *h, const void *f, int f_type, int threads, void *adjoint,
-                             const void *vjp, const int32_t *spill) {
-    FOR_EACH_CHUNK(threads, exact_invert_chunk(h, f, f_type, from, n, adjoint, vjp, spill))
 }

@@ -20,8 +20,8 @@ class _Bound(ctypes.Structure):  # half_step of cpu.c
 class _BoundExact(ctypes.Structure):  # exact_half_step of cpu.c
     _fields_ = [
         *_Bound._fields_[:3],
-        *((name, c_double) for name in ("a", "beta", "sign", "p", "d", "weight", "scale")),
-        ("copy_type", c_int32),
+        *((name, c_double) for name in ("a", "beta")),
+        *((name, c_int32) for name in ("sign", "p", "d", "fraction_bits", "copy_type")),
     ]
 
 
@@ -89,7 +89,7 @@ class ExactHalfStep(exact.HalfStep):
         self, state: Tensor, copy: Tensor, radix: exact.Radix, half_steps: int, spilled: list[Tensor] | None = None
     ) -> None:
         super().__init__(state, copy, radix, half_steps, spilled)
-        numbers = radix.a, radix.beta, radix.sign, radix.p, radix.d, radix.weight, 1 / radix.unit
+        numbers = radix.a, radix.beta, radix.sign, radix.p, radix.d, radix.fraction_bits
         self._bound = _BoundExact(state.data_ptr(), copy.data_ptr(), state.numel(), *numbers, CODE[copy.dtype])
         self._address = ctypes.addressof(self._bound)
 

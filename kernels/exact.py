@@ -75,8 +75,9 @@ def encode(x: Tensor, radix: Radix) -> Tensor:
 def integer(f: Tensor, radix: Radix) -> tuple[Tensor, Tensor]:
     """f in units of 2^-G, and where that is not a number of 32 bits (it is 0 there)."""
     scaled = f.to(torch.promote_types(f.dtype, torch.float32)) * 2.0**radix.fraction_bits
-    bad = ~(scaled.abs() < 2.0**31)
-    return torch.where(bad, 0.0, scaled).round().to(torch.int64), bad
+    whole = scaled.round()
+    bad = ~(whole.abs() < 2.0**31)
+    return torch.where(bad, 0.0, whole).to(torch.int64), bad
 
 
 def decode(y: Tensor, copy: Tensor, radix: Radix) -> None:

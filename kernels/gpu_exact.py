@@ -32,7 +32,7 @@ def _integer(b_f, SCALE: tl.constexpr):
         b_scaled = b_f.to(tl.float32) * SCALE
         b_size = tl.abs(b_scaled)
         b_whole = tl.where(b_size < 8388608.0, (b_size + 8388608.0) - 8388608.0, b_size)
-    b_fits = b_size < 2147483648.0
+    b_fits = b_whole < 2147483648.0
     b_number = tl.where(b_fits, b_whole, 0.0).to(tl.int64)
     return tl.where(b_scaled < 0.0, -b_number, b_number), b_fits
 
@@ -75,7 +75,7 @@ def _relax_row(
     # Only where something is wrong is there anything to store; of several in a lane, any will do.
     b_bits = tl.maximum(b_f.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     tl.store(p_alarm + o_lane, b_bits, mask=b_fits == 0)
-    return (b_next - b_y).to(tl.int32).to(tl.float32) * UNIT, b_next.to(tl.int32).to(tl.float32) * UNIT
+    return (b_next - b_y).to(tl.float32) * UNIT, b_next.to(tl.int32).to(tl.float32) * UNIT
 
 
 @triton.jit(do_not_specialize=["n", "half_step"])

@@ -91,23 +91,28 @@ def test_bits_equal_the_reference_for_every_size(exact_half_step, n):
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_random_bits_and_extremes_survive_a_step_and_its_inverse(exact_half_step, beta):
-    """Any state whose remainder is within its bound, and f over its whole range."""
+    """Any state whose remainder is within its bound, and f over its whole range. The extremes stand at both ends: C
+    takes the last elements, where there are not eight, another way."""
     half_step, device = exact_half_step
     radix = Radix.nearest(beta, 24)
     generator = torch.Generator().manual_seed(2)
     bound = -(-(2**32) // radix.d) * radix.p - radix.p  # R that still has room for one half-step
-    y = torch.randint(-(2**31), 2**31, (2000,), generator=generator)
-    r = torch.randint(0, bound, (2000,), generator=generator)
-    y[:4], r[:4] = torch.tensor([-(2**31), 2**31 - 1, 0, -1]), torch.tensor([0, bound - 1, bound - 1, 0])
-    f = (torch.rand(2000, generator=generator) * 256 - 128).clamp(-127.9, 127.9)
-    f[:3] = torch.tensor([127.9, -127.9, 0.0])
+    y = torch.randint(-(2**31), 2**31, (2004,), generator=generator)
+    r = torch.randint(0, bound, (2004,), generator=generator)
+    f = (torch.rand(2004, generator=generator) * 256 - 128).clamp(-127.9, 127.9)
+    for end in (slice(4), slice(-4, None)):
+        y[end], r[end] = torch.tensor([-(2**31), 2**31 - 1, 0, -1]), torch.tensor([0, bound - 1, bound - 1, 0])
+        f[end] = torch.tensor([127.9, -127.9, 0.0, 127.9])
     if radix.sign < 0:  # beyond beta = 1 the state may leave its range, which is what the alarm is for
         y, f = y // 4, f / 4
     state = ((y << 32) | r).to(device)
-    start, copy = state.clone(), torch.empty(2000, device=device)
+    start, copy, expected = state.clone(), torch.empty(2004, device=device), state.clone()
     bound_step = half_step(state, copy, radix, 1)
-    bound_step.relax(f.to(device))
+    partial = bound_step.relax_norms(f.to(device))
     assert not bound_step.alarm.any()
+    specified = exact.HalfStep(expected, torch.empty_like(copy), radix, 1)
+    assert torch.equal(partial, specified.relax_norms(f.to(device)))
+    assert torch.equal(state, expected)
     bound_step.invert(f.to(device))
     assert torch.equal(state, start)
 

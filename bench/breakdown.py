@@ -1,0 +1,174 @@
+"""Where the time of one training step goes: the evaluations of f and their products, the half-steps, the sums of the
+parameters' gradients, and what is left, which is the solver's own.
+
+    python bench/breakdown.py
+
+The parts are timed where they are called. `own` is the rest of the step, per half-step: in a step of a tiny f, whose
+half-steps cost next to nothing, it is all that the solver adds.
+"""
+
+import argparse
+import contextlib
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+from unittest import mock
+
+import torch
+from step import BETA, DEVICE, problem
+from table import Table
+from tqdm import tqdm
+from turns import take_turns
+
+import revdeq
+from revdeq.adjoint import Totals
+from revdeq.kernels import half_step
+
+N = 8
+PARTS = (
+    "f", "relax", "own, forward",
+    "f again", "products", "invert and adjoint", "sums of gradients", "own, backward",
+)  # fmt: skip
+
+
+def tiny():
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(8, 8).to(DEVICE)
+    f = Tiny(linear)
+    x = torch.randn(4, 8, device=DEVICE).requires_grad_()
+    return f, x, torch.ones_like(x)
+
+
+class Tiny(torch.nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, z, x):
+        return torch.tanh(self.linear(z) + x)
+
+
+class Clock:
+    """Adds up the time spent in functions, by name, less that of others within them."""
+
+    def __init__(self):
+        self.totals = defaultdict(float)
+        self._inner = [0.0]
+
+    @contextlib.contextmanager
+    def part(self, name):
+        wait()
+        start = time.perf_counter()
+        self._inner.append(0.0)
+        try:
+            yield
+        finally:
+            wait()
+            elapsed = time.perf_counter() - start
+            self.totals[name] += elapsed - self._inner.pop()
+            self._inner[-1] += elapsed
+
+    def timed(self, owner, attribute, name):
+        function = getattr(owner, attribute)
+
+        def run(*args, **kwargs):
+            with self.part(name):
+                return function(*args, **kwargs)
+
+        return mock.patch.object(owner, attribute, run)
+
+
+def wait():
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def one_step(f, x, seed, n):
+    clock = Clock()
+    phase = ["f"]
+
+    def evaluated(*args):
+        with clock.part(phase[0]):
+            return f(*args)
+
+    steps = half_step(DEVICE)
+    inputs = [x, *f.parameters()]
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, name in (
+            (steps, "relax", "relax"),
+            (steps, "relax_norms", "relax"),
+            (steps, "invert_adjoint", "invert and adjoint"),
+            (steps, "invert_compare", "invert and adjoint"),
+            (Totals, "add", "sums of gradients"),
+            (Totals, "rounded", "sums of gradients"),
+        ):
+            stack.enter_context(clock.timed(owner, attribute, name))
+        with clock.part("own, forward"):
+            z = revdeq.solve(evaluated, torch.zeros_like(x), x, beta=BETA, max_steps=n, check=None).z
+        phase[0] = "f again"
+        grad = torch.autograd.grad
+        with clock.part("own, backward"), clock.timed(torch.autograd, "grad", "products"):
+            grad(z, inputs, seed)
+    return clock.totals
+
+
+def own_time(n=32, budget=2.0):
+    """Microseconds per half-step that the solver takes beyond f and beyond its products, for a tiny f."""
+    f, x, seed = tiny()
+    z, inputs = torch.zeros_like(x), [x, *f.parameters()]
+
+    def evaluations():
+        for _ in range(2 * n):
+            f(z.detach().requires_grad_(), x)
+
+    def products():
+        for _ in range(2 * n):
+            leaf = z.detach().requires_grad_()
+            torch.autograd.grad(f(leaf, x), [leaf, *inputs], seed)
+
+    def forward():
+        return revdeq.solve(f, z, x, beta=BETA, max_steps=n, check=None).z
+
+    def both():
+        torch.autograd.grad(forward(), inputs, seed)
+
+    runs = {"evaluations": evaluations, "products": products, "forward": forward, "both": both}
+    times = take_turns(runs, budget, rounds=(20, 100))
+    rounds = zip(*times.values(), strict=True)
+    own = [(f - e, b - f - p) for e, p, f, b in rounds]
+    return [[seconds / (2 * n) * 1e6 for seconds in column] for column in zip(*own, strict=True)]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", type=Path, help="the CSV to add the measurements to")
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    arguments = parser.parse_args()
+    table = Table(arguments.table) if arguments.table else None
+    rounds = 3 if arguments.quick else 10
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)  # as in step.py
+    problems = {
+        "conv block": problem("conv block"),
+        "transformer block": problem("transformer block"),
+        "tiny f": tiny(),
+    }
+    print(f"\nShares of one step, N = {N}")
+    print(f"  {'':18}" + "".join(f"{part:>20}" for part in PARTS))
+    for name, (f, x, seed) in tqdm(problems.items(), desc="breakdown", leave=False, disable=None):
+        one_step(f, x, seed, N)
+        totals = [one_step(f, x, seed, N) for _ in range(rounds)]
+        whole = statistics.median(sum(t.values()) for t in totals)
+        shares = {part: statistics.median(t[part] for t in totals) / whole for part in PARTS}
+        print(f"  {name:18}" + "".join(f"{share:20.1%}" for share in shares.values()))
+        for part in PARTS if table else ():
+            table.add(f"breakdown, {name}", part, N, "seconds", [t[part] for t in totals])
+    forward, backward = own_time(budget=0.5 if arguments.quick else 3.0)
+    for name, values in (("forward", forward), ("backward", backward)):
+        print(f"  the solver's own time per half-step, tiny f, {name}: {statistics.median(values):.0f} us")
+        if table:
+            table.add("own time, tiny f", name, 32, "seconds", [v * 1e-6 for v in values])
+
+
+if __name__ == "__main__":
+    main()

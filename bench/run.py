@@ -1,0 +1,89 @@
+"""Every benchmark, into bench/results/<device>/: one table (results.csv), plots, and the machine they were made on.
+
+make bench                 # all of it: under ten minutes on two cores
+make bench ONLY=update     # one of update, step, breakdown, predict
+make bench QUICK=1         # a minute, into a table of its own (quick.csv)
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import plots
+import table
+import torch
+
+import revdeq
+
+HERE = Path(__file__).parent
+PARTS = {
+    "update": [
+        "-m",
+        "pytest",
+        str(HERE / "test_update.py"),
+        "-q",
+        "--benchmark-disable-gc",
+        "--benchmark-columns=min,median",
+    ],
+    "step": [str(HERE / "step.py")],
+    "breakdown": [str(HERE / "breakdown.py")],
+    "predict": [str(HERE / "predict.py")],
+}
+
+
+def machine():
+    return {
+        "device": table.device_name(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "revdeq": revdeq.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def merge(path, measured):
+    """The rows of benchmarks that ran replace those of an earlier run."""
+    again = {row.benchmark for row in measured}
+    kept = [row for row in table.read(path) if row.benchmark not in again] if path.exists() else []
+    table.write(path, kept + measured)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PARTS, help="run one part")
+    parser.add_argument("--quick", action="store_true", help="a minute: small sizes, few depths and rounds")
+    parser.add_argument("--out", type=Path, default=table.results_folder(), help="default: %(default)s")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    results = arguments.out / ("quick.csv" if arguments.quick else "results.csv")
+    start, failed = time.perf_counter(), []
+    with tempfile.TemporaryDirectory() as folder:
+        part_table = Path(folder) / "part.csv"
+        try:
+            for name in [arguments.only] if arguments.only else PARTS:
+                print(f"== {name} ({time.perf_counter() - start:.0f} s)", flush=True)
+                command = [sys.executable, *PARTS[name], "--table", str(part_table)]
+                if subprocess.run(command + ["--quick"] * arguments.quick).returncode:
+                    failed.append(name)
+        except KeyboardInterrupt:
+            failed.append("interrupted")
+        if part_table.exists():
+            merge(results, table.read(part_table))
+    if results.exists() and not arguments.quick:
+        (arguments.out / "machine.json").write_text(json.dumps(machine(), indent=2) + "\n")
+        plots.draw(table.read(results), arguments.out)
+    print(f"\n{time.perf_counter() - start:.0f} s; {results}" + (f"; FAILED: {', '.join(failed)}" if failed else ""))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
