@@ -11,25 +11,26 @@ from revdeq.kernels import backends
 
 try:
     import triton
+except ImportError:
+    missing = "Triton is not installed"
+else:
+    old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+    missing = f"Triton is {triton.__version__}: this uses the binder of 3.7 and later" if old else ""
+
+TARGETS = {}
+if not missing:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import JITFunction, create_function_from_signature
-except ImportError:
-    triton = None
+
+    TARGETS |= {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (75, 80, 86, 89, 90, 100, 120)}
+    TARGETS |= {arch: GPUTarget("hip", arch, size) for arch, size in (("gfx90a", 64), ("gfx942", 64), ("gfx1100", 32))}
 
 
 def skip_without_the_compiler():
     """Called at the top of a test module."""
-    if triton is None:
-        pytest.skip("Triton is not installed", allow_module_level=True)
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-        pytest.skip("uses the binder of Triton 3.7 and later", allow_module_level=True)
-
-
-TARGETS = {}
-if triton is not None:
-    TARGETS |= {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (75, 80, 86, 89, 90, 100, 120)}
-    TARGETS |= {arch: GPUTarget("hip", arch, size) for arch, size in (("gfx90a", 64), ("gfx942", 64), ("gfx1100", 32))}
+    if missing:
+        pytest.skip(missing, allow_module_level=True)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from revdeq.kernels import exact, gpu, gpu_exact, reference  # noqa: E402
 from revdeq.kernels.exact import Radix  # noqa: E402
 
 GPUS = ("sm_80", "sm_90", "sm_100")
-BETA = torch.tensor(0.8, dtype=torch.float32).item()
+BETA = 0.8  # and no number of float32
 EXACT_OPERATIONS = (
     "relax", "relax and spill", "relax_norms", "relax_norms and spill",
     "invert", "invert and take back", "invert_adjoint", "invert_adjoint and take back",
@@ -172,6 +172,35 @@ def test_tensors_may_begin_anywhere(gpu_name):
         with emulated(gpu_name):
             getattr(gpu.HalfStep(state, copy, BETA), operation)(f, *extra)
         compare([state, copy, adjoint], expected)
+
+
+class LastElements(torch.Tensor):
+    """Of a tensor that has 2^31 more in front of them."""
+
+    def numel(self):
+        return 2**31 + super().numel()
+
+
+@pytest.mark.parametrize("gpu_name", GPUS)
+@pytest.mark.parametrize("state", ["float64", "exact"])
+@pytest.mark.parametrize("operation", ["relax", "invert_adjoint"])
+def test_ptx_finds_elements_beyond_32_bits(operation, state, gpu_name):
+    if state == "float64":
+        before, f, copy, adjoint, vjp = tensors((1500,), torch.float32, torch.float32, "cpu")
+        settings, classes = (BETA,), (reference.HalfStep, gpu.HalfStep)
+    else:
+        f, copy, adjoint, vjp = (torch.randn(1500) for _ in range(4))
+        before, settings = exact.encode(torch.randn(1500), Radix.nearest(BETA, 24)), (Radix.nearest(BETA, 24), 4)
+        classes = exact.HalfStep, gpu_exact.HalfStep
+    results = []
+    for half_step, kind in zip(classes, (torch.Tensor, LastElements), strict=True):
+        left = [x.clone() for x in (before, copy, adjoint)]
+        step = half_step(left[0].as_subclass(kind), left[1], *settings)
+        step.done = 1
+        with emulating(TARGETS[gpu_name], last=2, before=2**31):
+            getattr(step, operation)(f, *((left[2], vjp) if operation == "invert_adjoint" else ()))
+        results.append(left)
+    compare(*results)
 
 
 def solve(**settings):

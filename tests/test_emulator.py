@@ -37,7 +37,7 @@ def execute(body, *arrays, programs=1):
     memory = Memory()
     addresses = [memory.allocate(array, f"x{i}") for i, array in enumerate(arrays)]
     loads = "\n".join(f"ld.param.b64 %rd{i + 1}, [x{i}];" for i in range(len(arrays)))
-    run(program(f"{loads}\n{body}", *["u64"] * len(arrays)), programs, addresses, memory)
+    run(program(f"{loads}\n{body}", *["u64"] * len(arrays)), range(programs), addresses, memory)
 
 
 def floats(n=THREADS):
@@ -254,4 +254,4 @@ def test_what_cannot_be_read_is_an_error():
     with pytest.raises(EmulationError, match="%q1 is neither a register nor a constant"):
         execute(lines("add.s32 %r1, %q1, 1;"))
     with pytest.raises(EmulationError, match="1 arguments for 0 parameters"):
-        run(program(""), 1, [7], Memory())
+        run(program(""), range(1), [7], Memory())

@@ -12,15 +12,15 @@ from .parse import EmulationError, Program
 class Machine:
     """All threads of all programs are one vector; an instruction is executed by those that are at it."""
 
-    def __init__(self, program: Program, programs: int, arguments: list[int | float], memory: Memory) -> None:
+    def __init__(self, program: Program, programs: range, arguments: list[int | float], memory: Memory) -> None:
         if unknown := [x.text for x in program.instructions if not is_known(x)]:
             raise EmulationError(f"an instruction that the kernels had no use for: {unknown[0]}")
         self.program, self.memory = program, memory
-        everyone = np.arange(programs * program.threads)
+        everyone = np.arange(len(programs) * program.threads)
         self.special = {
             "%tid.x": everyone % program.threads,
-            "%ctaid.x": everyone // program.threads,
-            "%nctaid.x": np.full(everyone.size, programs),
+            "%ctaid.x": programs.start + everyone // program.threads,
+            "%nctaid.x": np.full(everyone.size, programs.stop),
         }
         # Triton adds pointers of its own at the end, for scratch memory that the kernels do not ask for.
         padded = [*arguments, 0, 0]
@@ -101,6 +101,6 @@ def _constant(text: str, dtype: np.dtype) -> np.generic:
     raise EmulationError(f"{text} is neither a register nor a constant of {dtype}")
 
 
-def run(program: Program, programs: int, arguments: list[int | float], memory: Memory) -> None:
-    """arguments: addresses and numbers."""
+def run(program: Program, programs: range, arguments: list[int | float], memory: Memory) -> None:
+    """programs: the last of the grid, or all. arguments: addresses and numbers."""
     Machine(program, programs, arguments, memory).run()
