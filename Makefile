@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test demo bench lint clean
+.PHONY: test demo bench lint mutants clean
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q
@@ -20,6 +20,9 @@ lint: .venv/installed
 	rm -rf .venv/types && mkdir -p .venv/types/revdeq
 	ln -s $(CURDIR)/revdeq/* .venv/types/revdeq && ln -s $(CURDIR)/kernels .venv/types/revdeq/kernels
 	cd .venv/types && ../bin/mypy --config-file $(CURDIR)/pyproject.toml -p revdeq
+
+mutants: .venv/installed
+	$(BIN)/python tests/mutants
 
 .venv/installed: setup.py pyproject.toml .ci/constraints.txt kernels/cpu.c
 	@echo "Setting up .venv (torch is large: this takes a minute or two) ..."

@@ -32,10 +32,12 @@ GLOBAL_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
 
 
 class Settings:
-    """Autocast and torch's global settings, as they are now, to be restored in the backward pass."""
+    """Autocast, the default device and torch's global settings, as they are now, to be restored in the backward pass:
+    it may run outside of a context, and on a GPU it runs in another thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._values = [read() for read, _ in GLOBAL_SETTINGS]
+        self._default_device = torch.get_default_device()
         self._autocast = [_autocast(kind) for kind in sorted({"cpu", device.type})]
 
     @contextlib.contextmanager
@@ -47,6 +49,8 @@ class Settings:
                 _, write = GLOBAL_SETTINGS[i]
                 stack.callback(write, now[i])
                 write(self._values[i])
+            if self._default_device != torch.get_default_device():
+                stack.enter_context(self._default_device)
             for settings in self._autocast:
                 if settings != _autocast(settings["device_type"]):
                     stack.enter_context(torch.autocast(**settings))

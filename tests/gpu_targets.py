@@ -1,6 +1,7 @@
 """Launches of Triton kernels, specialised and compiled as for a GPU that need not be here."""
 
 import contextlib
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,49 +11,60 @@ from revdeq.kernels import backends
 
 try:
     import triton
+except ImportError:
+    missing = "Triton is not installed"
+else:
+    old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+    missing = f"Triton is {triton.__version__}: this uses the binder of 3.7 and later" if old else ""
+
+TARGETS = {}
+if not missing:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import JITFunction, create_function_from_signature
-except ImportError:
-    triton = None
 
-
-def skip_without_the_compiler():
-    """Called at the top of a test module."""
-    if triton is None:
-        pytest.skip("Triton is not installed", allow_module_level=True)
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-        pytest.skip("uses the binder of Triton 3.7 and later", allow_module_level=True)
-
-
-TARGETS = {}
-if triton is not None:
     TARGETS |= {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (75, 80, 86, 89, 90, 100, 120)}
     TARGETS |= {arch: GPUTarget("hip", arch, size) for arch, size in (("gfx90a", 64), ("gfx942", 64), ("gfx1100", 32))}
 
 
+def skip_without_the_compiler():
+    """Called at the top of a test module."""
+    if missing:
+        pytest.skip(missing, allow_module_level=True)
+
+
 @dataclass
 class Launch:
-    """arguments: what the compiled kernel takes at run time, in order: tensors, numbers and None."""
+    """arguments: the tensors and numbers that the compiled kernel takes at run time, in order, by their names."""
 
     compiled: Any
     grid: tuple[int, ...]
-    arguments: list[Any]
+    arguments: dict[str, Any]
+
+
+_compiled: dict[Any, Any] = {}
+"""What was compiled in this session; Triton looks into its files each time."""
+
+
+@functools.cache
+def _binder(kernel, target):
+    return create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
 
 
 @contextlib.contextmanager
 def launching(target, launch):
-    """Launches compile for the target, specialised by Triton's own binder, and are handed to `launch` instead of a GPU."""
+    """Launches compile for the target, specialised by Triton's own binder, and go to `launch` instead of a GPU."""
     backend = make_backend(target)
 
     def run(kernel, *args, grid, warmup=False, **kwargs):
-        binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-        bound, specialization, options = binder(*args, **kwargs)
+        bound, specialization, options = _binder(kernel, target)(*args, **kwargs)
+        key = kernel, target, str(specialization), str(options), str(kwargs)
         options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
-        source = ASTSource(kernel, signature, constants, attributes)
-        compiled = triton.compile(source, target=target, options=options.__dict__)
-        arguments = [bound[name] for name, kind in signature.items() if kind != "constexpr"]
-        launch(Launch(compiled, tuple(grid(bound) if callable(grid) else grid), arguments))
+        if key not in _compiled:
+            source = ASTSource(kernel, signature, constants, attributes)
+            _compiled[key] = triton.compile(source, target=target, options=options.__dict__)
+        arguments = {name: bound[name] for name, kind in signature.items() if kind != "constexpr"}
+        launch(Launch(_compiled[key], tuple(grid(bound) if callable(grid) else grid), arguments))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)

@@ -367,6 +367,22 @@ def test_modules_with_a_fast_path_compute_the_same_in_both_passes(kind):
     assert all(map(torch.equal, reversed(forward), backward))
 
 
+def test_the_default_device_is_that_of_the_forward_pass():
+    seen = []
+
+    def f(z):
+        seen.append(torch.get_default_device().type)
+        return 0.5 * z
+
+    x = torch.zeros(3, requires_grad=True)
+    with torch.device("meta"):
+        z = revdeq.solve(f, x, max_steps=2).z
+    backward = threading.Thread(target=lambda: torch.autograd.grad(z, x, torch.ones_like(x)))
+    backward.start(), backward.join()
+    assert seen == ["meta"] * 8
+    assert torch.get_default_device().type == "cpu"
+
+
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 def test_settings_are_those_of_the_forward_pass():
     from torch.nn.attention import SDPBackend, sdpa_kernel

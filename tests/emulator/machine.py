@@ -1,0 +1,106 @@
+"""Threads, their registers, and where each of them is in the program."""
+
+import re
+
+import numpy as np
+
+from .instructions import DTYPES, execute, is_known
+from .memory import Memory
+from .parse import EmulationError, Program
+
+
+class Machine:
+    """All threads of all programs are one vector; an instruction is executed by those that are at it."""
+
+    def __init__(self, program: Program, programs: range, arguments: list[int | float], memory: Memory) -> None:
+        if unknown := [x.text for x in program.instructions if not is_known(x)]:
+            raise EmulationError(f"an instruction that the kernels had no use for: {unknown[0]}")
+        self.program, self.memory = program, memory
+        everyone = np.arange(len(programs) * program.threads)
+        self.special = {
+            "%tid.x": everyone % program.threads,
+            "%ctaid.x": programs.start + everyone // program.threads,
+            "%nctaid.x": np.full(everyone.size, programs.stop),
+        }
+        # Triton adds pointers of its own at the end, for scratch memory that the kernels do not ask for.
+        padded = [*arguments, 0, 0]
+        if len(padded) != len(program.parameters):
+            raise EmulationError(f"{len(arguments)} arguments for {len(program.parameters) - 2} parameters")
+        self.parameters = {
+            name: np.array([value], DTYPES[kind])
+            for (name, kind), value in zip(program.parameters.items(), padded, strict=True)
+        }
+        self.values = {name: np.zeros(everyone.size, _bits(DTYPES[kind])) for name, kind in program.registers.items()}
+        self.written = {name: np.zeros(everyone.size, bool) for name in program.registers}
+        self._everyone = everyone
+
+    def run(self) -> None:
+        """The threads that are furthest behind go first, so that those that parted meet again."""
+        at = {0: self._everyone}
+        with np.errstate(all="ignore"):
+            while at:
+                place = min(at)
+                threads = at.pop(place)
+                if place == len(self.program.instructions):
+                    raise EmulationError("threads left the program without ret")
+                for target, group in self._step(place, threads):
+                    if group.size:
+                        at[target] = np.union1d(at[target], group) if target in at else group
+
+    def _step(self, place: int, threads: np.ndarray):
+        """Where these threads are afterwards."""
+        instruction = self.program.instructions[place]
+        skipping = threads[:0]
+        if instruction.guard is not None:
+            taken = self.read(instruction.guard.removeprefix("!"), "pred", threads)
+            taken = ~taken if instruction.guard.startswith("!") else taken
+            threads, skipping = threads[taken], threads[~taken]
+        if instruction.name in ("bra", "bra.uni"):
+            return (self.program.labels[instruction.operands[0]], threads), (place + 1, skipping)
+        if instruction.name == "ret":
+            return ((place + 1, skipping),)
+        if threads.size:
+            try:
+                execute(self, instruction, threads)
+            except EmulationError as error:
+                raise EmulationError(f"{error}: {instruction.text}") from None
+        return ((place + 1, np.union1d(threads, skipping) if skipping.size else threads),)
+
+    def read(self, operand: str, kind: str, threads: np.ndarray) -> np.ndarray:
+        """An operand, as a type, for these threads."""
+        dtype = DTYPES[kind]
+        if operand in self.values:
+            if not self.written[operand][threads].all():
+                raise EmulationError(f"register {operand} is read before it is written")
+            if self.values[operand].itemsize != dtype.itemsize:
+                raise EmulationError(f"register {operand} is not of the size of {kind}")
+            return self.values[operand][threads].view(dtype)
+        if operand in self.special:
+            return self.special[operand][threads].astype(dtype)
+        return np.full(threads.size, _constant(operand, dtype))
+
+    def write(self, register: str, value: np.ndarray, threads: np.ndarray) -> None:
+        if register not in self.values:
+            raise EmulationError(f"{register} is not a register")
+        if self.values[register].itemsize != value.itemsize:
+            raise EmulationError(f"register {register} is not of the size of what is written to it")
+        self.values[register][threads] = value.view(self.values[register].dtype)
+        self.written[register][threads] = True
+
+
+def _bits(dtype: np.dtype) -> np.dtype:
+    return dtype if dtype.kind == "b" else np.dtype(f"u{dtype.itemsize}")
+
+
+def _constant(text: str, dtype: np.dtype) -> np.generic:
+    """0f3F800000 and 0d3FF0000000000000 are the bits of a float, and anything else is an integer."""
+    if match := re.fullmatch(r"0[fd]([0-9A-Fa-f]{8}|[0-9A-Fa-f]{16})|(-?\d+)|0x([0-9A-Fa-f]+)", text):
+        number = int(match[1] or match[3], 16) if match[2] is None else int(match[2])
+        if match[1] is None or len(match[1]) == 2 * dtype.itemsize:
+            return _bits(dtype).type(number & (1 << 8 * dtype.itemsize) - 1).view(dtype)
+    raise EmulationError(f"{text} is neither a register nor a constant of {dtype}")
+
+
+def run(program: Program, programs: range, arguments: list[int | float], memory: Memory) -> None:
+    """programs: the last of the grid, or all. arguments: addresses and numbers."""
+    Machine(program, programs, arguments, memory).run()

@@ -1,0 +1,70 @@
+"""PTX text to instructions."""
+
+import re
+from dataclasses import dataclass
+
+
+class EmulationError(Exception):
+    """What a GPU would do silently, or what the emulator cannot do."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """`@!%p1 add.rn.f64 %rd1, %rd2, 0d3FF0000000000000;`: the guard, the name with its modifiers, the operands."""
+
+    text: str
+    guard: str | None
+    name: str
+    operands: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """parameters: their types, by name. threads: of a program. registers: their types, by name. labels: the index
+    of the instruction that follows."""
+
+    parameters: dict[str, str]
+    threads: int
+    registers: dict[str, str]
+    instructions: list[Instruction]
+    labels: dict[str, int]
+
+
+def parse(ptx: str) -> Program:
+    ptx = re.sub(r"//[^\n]*", "", ptx)
+    if not (entry := re.search(r"\.entry\s+\w+\s*\(([^)]*)\)\s*\.reqntid\s+(\d+)\s*\{\n(.*?)\n\}", ptx, re.DOTALL)):
+        raise EmulationError("no kernel: expected .entry name(...) .reqntid threads { ... }")
+    parameters = {words[-1]: words[1].removeprefix(".") for words in map(str.split, entry[1].split(",")) if words}
+    registers: dict[str, str] = {}
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in map(str.strip, entry[3].splitlines()):
+        if not line or re.match(r"\.(loc|pragma)\b", line):
+            continue
+        if label := re.fullmatch(r"(\$\w+):", line):
+            labels[label[1]] = len(instructions)
+        elif register := re.fullmatch(r"\.reg\s+\.(\w+)\s+(%\w+)<(\d+)>;", line):
+            registers |= {f"{register[2]}{i}": register[1] for i in range(int(register[3]))}
+        elif instruction := re.fullmatch(r"(?:@(!?%\w+)\s+)?([a-z][\w.:]*)\s*([^;]*);", line):
+            guard, name, operands = instruction.groups()
+            instructions.append(Instruction(line, guard, name, tuple(_split(operands))))
+        else:
+            raise EmulationError(f"not an instruction: {line}")
+    return Program(parameters, int(entry[2]), registers, instructions, labels)
+
+
+def _split(operands: str) -> list[str]:
+    """At the commas that are not within braces."""
+    return [x.strip() for x in re.findall(r"\{[^}]*\}|[^,{}]+", operands) if x.strip()]
+
+
+def elements(operand: str) -> list[str]:
+    """`{ %r1, %r2 }` or `%r1`."""
+    return [x.strip() for x in operand.strip("{} ").split(",")]
+
+
+def address(operand: str) -> tuple[str, int]:
+    """`[ %rd1 + 8 ]`, `[%rd1+-8]` or `[parameter]`."""
+    if not (parts := re.fullmatch(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\d+))?\s*\]", operand)):
+        raise EmulationError(f"not an address: {operand}")
+    return parts[1], int(parts[2] or 0)

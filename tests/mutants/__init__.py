@@ -1,0 +1,1 @@
+"""Bugs put into the kernels on purpose, to see which tests notice: `make mutants`."""

@@ -1,0 +1,223 @@
+"""The PTX that the kernels compile to gives the bits of the reference, executed without a GPU.
+
+By default each operation meets every dtype of f, every dtype of the copy and every GPU, but not in every combination:
+that is `pytest -m full`. A launch has a whole chunk and a tail, and in turn every register of a thread is the first
+that the tail leaves out.
+"""
+
+import itertools
+
+import pytest
+import torch
+from emulator import emulating
+from gpu_targets import TARGETS, skip_without_the_compiler
+from test_kernels import DTYPES, OPERATIONS, run, same_bits, tensors, wide_range
+from torch import nn
+
+skip_without_the_compiler()
+
+import revdeq  # noqa: E402
+from revdeq.kernels import exact, gpu, gpu_exact, reference  # noqa: E402
+from revdeq.kernels.exact import Radix  # noqa: E402
+
+GPUS = ("sm_80", "sm_90", "sm_100")
+BETA = 0.8  # and no number of float32
+EXACT_OPERATIONS = (
+    "relax", "relax and spill", "relax_norms", "relax_norms and spill",
+    "invert", "invert and take back", "invert_adjoint", "invert_adjoint and take back",
+    "invert_compare", "compare alone",
+)  # fmt: skip
+FEW_ROWS = 4
+
+
+@pytest.fixture(autouse=True)
+def _unwritten_memory_shows():
+    """torch.empty is filled with NaN, and with the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=[FEW_ROWS, pytest.param(reference.ROWS, marks=pytest.mark.full)], ids="{} rows".format)
+def rows(request, monkeypatch):
+    """Of a chunk whose norms are summed. Few of them compile in a tenth of the time; whole solves have them all."""
+    monkeypatch.setattr(reference, "ROWS", request.param)
+    return request.param
+
+
+def emulated(gpu_name):
+    """Of the values that do not fit and are reported in the same lane, any will do."""
+    return emulating(TARGETS[gpu_name], unordered=["p_alarm"])
+
+
+def covering(operations):
+    """Operations, GPUs, dtypes of f and of the copy: every pair of an operation and something else, or everything."""
+    chosen = {
+        (operation, GPUS[(i + j) % 3], DTYPES[j], DTYPES[(i + j) % 4])
+        for i, operation in enumerate(operations)
+        for j in range(4)
+    }
+    return [
+        pytest.param(
+            *case,
+            id="-".join(str(x).removeprefix("torch.") for x in case),
+            marks=[] if case in chosen else pytest.mark.full,
+        )
+        for case in itertools.product(operations, GPUS, DTYPES, DTYPES)
+    ]
+
+
+def sizes(rows):
+    """Some chunks; and one and a tail that ends in each of the two registers of each row, in threads of all warps."""
+    yield 3 * rows * reference.LANES
+    for slot in range(2 * rows):
+        yield (rows + slot // 2) * reference.LANES + 37 * slot % (reference.LANES // 2) * 2 + slot % 2
+
+
+def compare(results, expected):
+    for result, reference_result in zip(results, expected, strict=True):
+        same_bits(result, reference_result)
+
+
+@pytest.mark.parametrize(("operation", "gpu_name", "f_dtype", "copy_dtype"), covering(OPERATIONS))
+def test_ptx_gives_the_bits_of_the_reference(operation, gpu_name, f_dtype, copy_dtype, rows):
+    with emulated(gpu_name):
+        for n in sizes(rows):
+            case = tensors((n,), f_dtype, copy_dtype, "cpu")
+            compare(run(gpu.HalfStep, operation, *case, BETA), run(reference.HalfStep, operation, *case, BETA))
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.75, 2 / 3, 1.5, 1.9])
+@pytest.mark.parametrize("operation", ["relax", "invert_adjoint"])
+def test_ptx_gives_the_bits_of_the_reference_for_every_beta(operation, beta):
+    case = tensors((1500,), torch.float32, torch.float32, "cpu")
+    with emulated("sm_90"):
+        compare(run(gpu.HalfStep, operation, *case, beta), run(reference.HalfStep, operation, *case, beta))
+
+
+def run_exact(half_step, operation, f_dtype, copy_dtype, n, radix):
+    """All that the operation leaves behind, from any state and any f that fit."""
+    generator = torch.Generator().manual_seed(n)
+    spill = operation.endswith(("spill", "take back"))
+    scale = 1 if radix.sign > 0 else 4  # beyond beta = 1 there must be some room
+    y = torch.randint(-(2**31), 2**31, (n,), generator=generator) // scale
+    has_room = 2**32 if spill else -(-(2**32) // radix.d) * radix.p - radix.p
+    state = y << 32 | torch.randint(0, has_room, (n,), generator=generator)
+    f, vjp = (((252 * torch.rand(n, generator=generator) - 126) / scale).to(t) for t in (f_dtype, copy_dtype))
+    aside = torch.randint(-(2**31), 2**31, (n,), generator=generator).to(torch.int32)
+    copy = torch.full((n,), torch.nan, dtype=copy_dtype)
+    adjoint = wide_range((n,), torch.promote_types(copy_dtype, torch.float32), "cpu", seed=3)
+    name, _, place = operation.partition(" and ")
+    if name not in ("relax", "relax_norms"):  # what is undone was done before
+        exact.relax(state, f, copy.clone(), aside.clone() if spill else None, radix)
+    free = radix.free_half_steps
+    step = half_step(state, copy, radix, 2 * free, [aside] if place == "take back" else None)
+    step.done = {"spill": free, "take back": free + 1}.get(place, 3)
+    extra = {
+        "invert_adjoint": (adjoint, vjp),
+        "invert_compare": (vjp, adjoint, vjp),
+        "compare alone": (vjp, None, None),
+    }.get(name, ())
+    returned = getattr(step, "invert_compare" if name == "compare alone" else name)(f, *extra)
+    assert not step.alarm.any()
+    assert len(step.spilled) == (place == "spill")
+    return [state, copy, adjoint, *step.spilled, *([] if returned is None else [returned])]
+
+
+@pytest.mark.parametrize(("operation", "gpu_name", "f_dtype", "copy_dtype"), covering(EXACT_OPERATIONS))
+def test_ptx_gives_the_bits_of_the_exact_reference(operation, gpu_name, f_dtype, copy_dtype, rows):
+    # 1 - beta is 1/5, where no floor division by p is compiled, or 2/5, or -1/5
+    beta = (0.8, 0.6, 1.2)[(DTYPES.index(f_dtype) + DTYPES.index(copy_dtype)) % 3]
+    radix = Radix.nearest(beta, 24)
+    with emulated(gpu_name):
+        for n in sizes(rows):
+            case = operation, f_dtype, copy_dtype, n, radix
+            compare(run_exact(gpu_exact.HalfStep, *case), run_exact(exact.HalfStep, *case))
+
+
+NEARLY = 128 - 2.0**-27  # fits as it is, but not rounded
+
+
+@pytest.mark.parametrize("place", [0, 255, 1023, 1024, 1024 + 300, 1499])
+@pytest.mark.parametrize("bad", [128.0, -129.0, 1e30, float("inf"), float("nan"), NEARLY])
+def test_ptx_raises_the_alarm_for_what_does_not_fit(bad, place):
+    f = torch.zeros(1500, dtype=torch.float64 if bad == NEARLY else torch.float32)
+    step = gpu_exact.HalfStep(torch.zeros(1500, dtype=torch.int64), torch.zeros(1500), Radix.nearest(0.8, 24), 3)
+    f[place] = bad
+    step.done = 1
+    with emulated("sm_90"):
+        step.relax(f)
+    expected = torch.zeros(3, reference.LANES)
+    expected[1, place % reference.LANES] = abs(bad)
+    same_bits(step.alarm.view(torch.float32), expected)
+
+
+def test_ptx_raises_the_alarm_for_a_state_that_leaves_its_range():
+    """f fits, but a state of -127 is reflected at f = 127."""
+    state, f = torch.full((1500,), -127 << 56), torch.full((1500,), 127.0)
+    step = gpu_exact.HalfStep(state, torch.zeros(1500), Radix.nearest(1.2, 24), 1)
+    with emulated("sm_90"):
+        step.relax(f)
+    assert (step.alarm.view(torch.float32) == 127.0).all(), "every lane, from more than one program"
+
+
+@pytest.mark.parametrize("gpu_name", GPUS)
+def test_tensors_may_begin_anywhere(gpu_name):
+    """Off by one element, nothing is known about the alignment, and accesses are narrow."""
+    for operation in ("relax", "invert_adjoint"):
+        case = [x[1:] for x in tensors((1501,), torch.bfloat16, torch.float32, "cpu")]
+        expected = run(reference.HalfStep, operation, *case, BETA)
+        state, f, copy, adjoint, vjp = (torch.cat([x[:1], x])[1:] for x in case)
+        extra = (adjoint, vjp) if operation == "invert_adjoint" else ()
+        with emulated(gpu_name):
+            getattr(gpu.HalfStep(state, copy, BETA), operation)(f, *extra)
+        compare([state, copy, adjoint], expected)
+
+
+class LastElements(torch.Tensor):
+    """Of a tensor that has 2^31 more in front of them."""
+
+    def numel(self):
+        return 2**31 + super().numel()
+
+
+@pytest.mark.parametrize("gpu_name", GPUS)
+@pytest.mark.parametrize("state", ["float64", "exact"])
+@pytest.mark.parametrize("operation", ["relax", "invert_adjoint"])
+def test_ptx_finds_elements_beyond_32_bits(operation, state, gpu_name):
+    if state == "float64":
+        before, f, copy, adjoint, vjp = tensors((1500,), torch.float32, torch.float32, "cpu")
+        settings, classes = (BETA,), (reference.HalfStep, gpu.HalfStep)
+    else:
+        f, copy, adjoint, vjp = (torch.randn(1500) for _ in range(4))
+        before, settings = exact.encode(torch.randn(1500), Radix.nearest(BETA, 24)), (Radix.nearest(BETA, 24), 4)
+        classes = exact.HalfStep, gpu_exact.HalfStep
+    results = []
+    for half_step, kind in zip(classes, (torch.Tensor, LastElements), strict=True):
+        left = [x.clone() for x in (before, copy, adjoint)]
+        step = half_step(left[0].as_subclass(kind), left[1], *settings)
+        step.done = 1
+        with emulating(TARGETS[gpu_name], last=2, before=2**31):
+            getattr(step, operation)(f, *((left[2], vjp) if operation == "invert_adjoint" else ()))
+        results.append(left)
+    compare(*results)
+
+
+def solve(**settings):
+    torch.manual_seed(0)
+    f = nn.Sequential(nn.Linear(61, 61), nn.Tanh())
+    x = torch.randn(70, 61, requires_grad=True)
+    solution = revdeq.solve(lambda z, x: f(z) + x, torch.zeros(70, 61), x, beta=BETA, check="raise", **settings)
+    solution.z.square().sum().backward()
+    return [solution.y, solution.z, x.grad, *(p.grad for p in f.parameters())], solution
+
+
+@pytest.mark.parametrize("state", ["float64", "exact"])
+@pytest.mark.parametrize("tol", [None, 1e-2])
+def test_a_whole_solve_and_its_gradient_in_ptx_have_the_bits_of_the_cpu(state, tol):
+    settings = {"state": state, "tol": tol, "max_steps": 6 if tol else 4}
+    expected, cpu_solution = solve(**settings)
+    with emulated("sm_90"), revdeq.kernels.backend("triton"):
+        results, solution = solve(**settings)
+    assert solution.steps == cpu_solution.steps
+    compare(results, expected)
