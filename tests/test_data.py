@@ -247,8 +247,11 @@ def test_sequences_cover_the_text_and_targets_are_one_ahead(tmp_path):
     expected = data.tokens["valid"].astype(np.int64)
     assert np.array_equal(torch.cat([x.flatten() for x, _ in batches]), expected[:-1])
     assert np.array_equal(torch.cat([y.flatten() for _, y in batches]), expected[1:])
-    inputs, targets = data.batch(torch.tensor([0, data.size - 1]), torch.Generator(), torch.Generator())
-    assert inputs.shape == targets.shape == (2, 16) and torch.equal(inputs[:, 1:], targets[:, :-1])
+    for seed in range(20):
+        starts = data.order(torch.Generator().manual_seed(seed))
+        assert len(starts) == data.size and starts.min() < 16
+        inputs, targets = data.batch(starts, torch.Generator())
+        assert inputs.shape == targets.shape == (data.size, 16) and torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
 def test_a_restricted_vocabulary_keeps_a_distribution_over_all_tokens(tmp_path):

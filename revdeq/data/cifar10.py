@@ -83,7 +83,11 @@ class Cifar10:
             setattr(self, name, getattr(self, name).to(device))
         return self
 
-    def batch(self, indices: Tensor, epoch_generator: torch.Generator, generator: torch.Generator) -> Any:
+    def order(self, generator: torch.Generator) -> Tensor:
+        """Of an epoch: what `batch` takes some of."""
+        return torch.randperm(self.size, generator=generator)
+
+    def batch(self, indices: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         indices = indices.to(self.labels.device)
         return normalise(augment(self.images[indices], generator)), self.labels[indices]
 

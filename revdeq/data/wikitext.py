@@ -40,12 +40,15 @@ class WikiText:
     splits = ("valid", "test")
     evaluated_on = "valid"
 
-    def __init__(self, name: str, folder: Path, length: int, vocabulary: str | int = "full") -> None:
+    def __init__(
+        self, name: str, folder: Path, length: int, vocabulary: "str | int | Vocabulary" = "full"
+    ) -> None:
         place, variant = find(name, folder)
         encoder = encoding.find(folder)
         self.name, self.source, self.encoding, self.length = name, place, encoder, length
         self.tokens = {split: tokens(place, f"wiki.{split}.{variant}", encoder) for split in SPLITS}
-        self.vocabulary = Vocabulary.of(self.tokens["train"], vocabulary, encoder)
+        known = isinstance(vocabulary, Vocabulary)
+        self.vocabulary = vocabulary if known else Vocabulary.of(self.tokens["train"], vocabulary, encoder)
         for split, found in self.tokens.items():
             if len(found) < 2 * length:
                 raise DataError(f"{place}'s {split} has {len(found):,} tokens, too few for sequences of {length}")
@@ -64,10 +67,13 @@ class WikiText:
         self.device = device
         return self
 
-    def batch(self, indices: Tensor, epoch_generator: torch.Generator, generator: torch.Generator) -> Any:
-        offset = int(torch.randint(self.length, (), generator=epoch_generator))
-        starts = offset + self.length * indices.numpy()
-        return self._sequences("train", starts, self.length)
+    def order(self, generator: torch.Generator) -> Tensor:
+        """Of an epoch: where its sequences begin."""
+        offset = torch.randint(self.length, (), generator=generator)
+        return offset + self.length * torch.randperm(self.size, generator=generator)
+
+    def batch(self, starts: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return self._sequences("train", starts.numpy(), self.length)
 
     def evaluation(self, split: str, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Every token after the first, once, in sequences that know nothing of the one before."""
@@ -92,24 +98,21 @@ class Vocabulary:
     """The ids by which a model knows the tokens of an encoding.
 
     kept: the token of every id; the id len(kept), where there are others, is that of all other tokens.
+    surcharge: of every token t of the encoding, -log p(t | the id of t).
     """
 
-    def __init__(self, kept: np.ndarray, encoded: int, counts: np.ndarray | None = None) -> None:
-        self.kept, self.encoded = kept, encoded
-        self.complete = len(kept) == encoded
-        self.ids = np.full(encoded, len(kept), np.int64)
+    def __init__(self, kept: np.ndarray, surcharge: np.ndarray) -> None:
+        self.kept, self.surcharge, self.encoded = kept, surcharge, len(surcharge)
+        self.complete = len(kept) == self.encoded
+        self.ids = np.full(self.encoded, len(kept), np.int64)
         self.ids[kept] = np.arange(len(kept))
-        self.size = -(-encoded // PADDED_TO) * PADDED_TO if self.complete else len(kept) + 1
-        self.surcharge = np.zeros(encoded)
-        if counts is not None and not self.complete:
-            others = self.ids == len(kept)
-            self.surcharge[others] = np.log((counts[others] + 1.0).sum()) - np.log(counts[others] + 1.0)
+        self.size = -(-self.encoded // PADDED_TO) * PADDED_TO if self.complete else len(kept) + 1
 
     @classmethod
     def of(cls, train: np.ndarray, choice: str | int, encoder: Path) -> "Vocabulary":
         encoded = encoding.load(encoder).n_vocab
         if choice == "full":
-            return cls(np.arange(encoded), encoded)
+            return cls(np.arange(encoded), np.zeros(encoded))
         counts = np.bincount(train, minlength=encoded)
         kept = np.argsort(-counts, kind="stable")[: int((counts > 0).sum())]
         if choice != "seen":
@@ -119,7 +122,12 @@ class Vocabulary:
                     f"to keep, the most frequent"
                 )
             kept = kept[:choice]
-        return cls(kept, encoded, counts)
+        frequency = counts + 1.0
+        frequency[kept] = 0
+        others = np.flatnonzero(frequency)
+        surcharge = np.zeros(encoded)
+        surcharge[others] = np.log(frequency.sum()) - np.log(frequency[others])
+        return cls(kept, surcharge)
 
     def describe(self) -> str:
         return f"all {self.encoded:,} tokens" if self.complete else f"{len(self.kept):,} of {self.encoded:,} tokens"
