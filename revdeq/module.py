@@ -50,6 +50,7 @@ class RevDEQ(nn.Module):
             "beta": self.beta,
             "max_steps": self.max_steps,
             "tol": self.tol,
+            "state": self.state,
             "check": self.check,
         }
         solution = solve(self.f, z0, x, *args, **settings)

@@ -1,5 +1,31 @@
-"""The equilibrium functions of the paper."""
+"""The paper's models, their equilibrium functions, and explicit models to compare with."""
+
+from torch import nn
 
 from .blocks import ConvBlock, TransformerBlock
+from .equilibrium import Equilibrium
+from .explicit import ResNet, Transformer, count_parameters
+from .image import MultiScale, SingleScale
+from .language import LanguageModel
 
-__all__ = ["ConvBlock", "TransformerBlock"]
+MODELS: dict[str, type[nn.Module]] = {
+    "single-scale": SingleScale,
+    "multi-scale": MultiScale,
+    "language": LanguageModel,
+    "resnet": ResNet,
+    "transformer": Transformer,
+}
+"""By the name that a preset gives."""
+
+__all__ = [
+    "MODELS",
+    "ConvBlock",
+    "Equilibrium",
+    "LanguageModel",
+    "MultiScale",
+    "ResNet",
+    "SingleScale",
+    "Transformer",
+    "TransformerBlock",
+    "count_parameters",
+]

@@ -1,10 +1,17 @@
-"""The functions f(z, x) whose fixed points the paper's models compute."""
+"""The functions f(z, x) whose fixed points the paper's models compute, and the layers that these are made of.
+
+form="paper" is as printed; form="authors" is as in the code that the paper's authors published.
+"""
+
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 CHANNELS_PER_GROUP = 16
 """Of GroupNorm, as in the authors' code; the paper does not say."""
+
+FORMS = ("paper", "authors")
 
 
 class ConvBlock(nn.Module):
@@ -13,18 +20,21 @@ class ConvBlock(nn.Module):
     norm(z + ReLU(norm(x + W2 * ReLU(norm(W1 * z)))))
 
     with 3x3 convolutions, which widen `channels` by the factor `width` between them, and group norms.
+    form="authors": norm(ReLU(z + norm(x + W2 * ReLU(norm(W1 * z))))), with the same parameters.
     """
 
-    def __init__(self, channels: int, width: int = 1) -> None:
+    def __init__(self, channels: int, width: int = 1, form: str = "paper") -> None:
         super().__init__()
-        inner = width * channels
+        inner = checked_size("width", width) * checked_size("channels", channels)
+        self.form = checked_form(form)
         self.conv1 = nn.Conv2d(channels, inner, 3, padding=1, bias=False)
         self.conv2 = nn.Conv2d(inner, channels, 3, padding=1, bias=False)
         self.norm1, self.norm2, self.norm3 = group_norm(inner), group_norm(channels), group_norm(channels)
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         inner = F.relu(self.norm1(self.conv1(z)))
-        return self.norm3(z + F.relu(self.norm2(x + self.conv2(inner))))
+        update = self.norm2(x + self.conv2(inner))
+        return self.norm3(F.relu(z + update) if self.form == "authors" else z + F.relu(update))
 
 
 class TransformerBlock(nn.Module):
@@ -32,22 +42,101 @@ class TransformerBlock(nn.Module):
 
     LN(MLP(LN(SelfAttention(W_QKV (z + x)))))
 
-    with causal attention, an output projection after it, and an MLP with one hidden layer of 4 d units.
+    with causal attention, an output projection after it, an MLP with one hidden layer of 4 d units, and dropout
+    after the attention and after the MLP.
+    form="authors": h = z + SelfAttention(LN(z + x)), then h + MLP(LN(h)), with two hidden layers in the MLP. It has
+        no norm around the whole, so that it need not have a fixed point.
     """
 
-    def __init__(self, d: int, heads: int = 8) -> None:
+    def __init__(
+        self, d: int, heads: int = 8, dropout: float = 0.0, wide_heads: bool = False, form: str = "paper"
+    ) -> None:
         super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(d, 3 * d, bias=False)
-        self.project = nn.Linear(d, d, bias=False)
+        self.form = checked_form(form)
+        self.attention = CausalAttention(d, heads, wide_heads)
         self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d))
+        self.mlp = mlp(d, 4 * d, 4 * d, d, approximate="tanh") if form == "authors" else mlp(d, 4 * d, d)
+        self.dropout = nn.Dropout(checked_dropout(dropout))
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(z + x).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
-        return self.norm2(self.mlp(self.norm1(self.project(attended))))
+        if self.form == "authors":
+            h = z + self.dropout(self.attention(self.norm1(z + x)))
+            return h + self.dropout(self.mlp(self.norm2(h)))
+        h = self.norm1(self.dropout(self.attention(z + x)))
+        return self.norm2(self.dropout(self.mlp(h)))
+
+
+class CausalAttention(nn.Module):
+    """Multi-head attention of every position to itself and to those before it.
+
+    wide_heads: each head has the size d, and not d / heads. It takes `heads` times the parameters.
+    """
+
+    def __init__(self, d: int, heads: int = 8, wide_heads: bool = False) -> None:
+        super().__init__()
+        self.heads = checked_size("heads", heads)
+        if checked_size("d", d) % heads and not wide_heads:
+            raise ValueError(f"d = {d} is not a multiple of heads = {heads}: change one of them, or use wide_heads=True")
+        inner = d * heads if wide_heads else d
+        self.qkv = nn.Linear(d, 3 * inner, bias=False)
+        self.project = nn.Linear(inner, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.project(attended.transpose(1, 2).flatten(-2))
+
+
+class PreActivation(nn.Module):
+    """The residual block of He et al. (2016, "Identity mappings"): twice BatchNorm, ReLU and a 3x3 convolution.
+
+    A stride, or another number of channels, takes a 1x1 convolution of the block's input on the residual path.
+    """
+
+    def __init__(self, channels: int, outputs: int, stride: int = 1) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(outputs)
+        self.conv1 = nn.Conv2d(channels, outputs, 3, stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        same = stride == 1 and channels == outputs
+        self.residual = nn.Identity() if same else nn.Conv2d(channels, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(F.relu(self.norm1(x)))
+        return self.residual(x) + self.conv2(F.relu(self.norm2(h)))
+
+
+def mlp(*sizes: int, approximate: str = "none") -> nn.Sequential:
+    """Linear layers with GELU between them."""
+    layers: list[nn.Module] = [nn.Linear(sizes[0], sizes[1])]
+    for inner, outer in zip(sizes[1:], sizes[2:], strict=False):
+        layers += [nn.GELU(approximate), nn.Linear(inner, outer)]
+    return nn.Sequential(*layers)
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(max(1, channels // CHANNELS_PER_GROUP), channels)
+    groups = max(1, channels // CHANNELS_PER_GROUP)
+    if channels % groups:
+        raise ValueError(
+            f"channels = {channels} cannot be split into {groups} groups for GroupNorm: use a multiple of "
+            f"{CHANNELS_PER_GROUP}, or fewer than {2 * CHANNELS_PER_GROUP}"
+        )
+    return nn.GroupNorm(groups, channels)
+
+
+def checked_size(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} = {value!r} must be an integer of at least 1")
+    return value
+
+
+def checked_form(form: str) -> str:
+    if form not in FORMS:
+        raise ValueError(f"form = {form!r} must be 'paper', as printed, or 'authors', as in the authors' code")
+    return form
+
+
+def checked_dropout(dropout: float) -> float:
+    if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise ValueError(f"dropout = {dropout!r} must be a probability in [0, 1); 0 is none")
+    return dropout

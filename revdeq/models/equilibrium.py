@@ -1,0 +1,144 @@
+"""The fixed point of a block, by the reversible solver or, to compare, by another."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..adjoint import NORM_FLOOR
+from ..baselines import checkpointed, stored_graph
+from ..context import Draw
+from ..module import Last, RevDEQ
+from ..scheme import Exact, scheme_for
+from .blocks import checked_size
+
+SOLVERS = ("reversible", "stored", "checkpointed", "torchdeq")
+
+
+class Equilibrium(RevDEQ):
+    """A layer whose output is z = f(z, x), found from z = 0.
+
+    steps: the number of steps N, each of which evaluates f twice.
+    beta, tol, state, check: see `revdeq.solve`.
+    solver: "reversible" is the paper's. "stored" and "checkpointed" compute the same, bit for bit, and are
+        differentiated by plain autograd and by torch.utils.checkpoint. "torchdeq" is the classical equilibrium model:
+        Anderson acceleration both ways, and the gradient of the implicit function theorem.
+    evaluations: the most that Anderson acceleration makes of f in the forward pass, and of its transposed Jacobian in
+        the backward pass; None: 2 `steps`. The gradient takes one evaluation of f more.
+    """
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        steps: int = 4,
+        beta: float = 0.5,
+        tol: float | None = None,
+        state: str | Exact = "float64",
+        check: str | None = "warn",
+        solver: str = "reversible",
+        evaluations: int | None = None,
+    ) -> None:
+        super().__init__(f, beta, checked_size("steps", steps), tol, state, check)
+        scheme_for(state, beta, torch.device("cpu"))  # raises, if there is none
+        self.solver = _checked_solver(solver, tol, state)
+        self.evaluations = _checked_evaluations(2 * steps if evaluations is None else evaluations, solver)
+        self._torchdeq = _anderson(self.evaluations, tol) if solver == "torchdeq" else None
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.float()  # autocast lowers the precision inside f, not that of the state that f reads
+        if self.solver == "reversible":
+            return super().forward(x)
+        f, z0 = _Repeated(self.f, x), torch.zeros_like(x, requires_grad=False)
+        if self._torchdeq is None:
+            solve = stored_graph if self.solver == "stored" else checkpointed
+            z = solve(f, z0, beta=self.beta, max_steps=self.max_steps)
+            change, value = (z.detach() - f.inputs[-2]).norm(), z.detach().norm()
+            residual = change / (value + NORM_FLOOR)
+        else:
+            self._torchdeq.train(torch.is_grad_enabled())  # in torchdeq, the mode decides whether there is a gradient
+            with torch.autocast(x.device.type, enabled=False):  # a Gram matrix in bfloat16 would be singular
+                (z,), info = self._torchdeq(f, z0)
+            residual = info["rel_lowest"].mean()
+        self.last = Last(f.calls // 2, f.calls, residual)
+        f.inputs.clear()
+        return z
+
+    def extra_repr(self) -> str:
+        extra = f", evaluations={self.evaluations}" if self.solver == "torchdeq" else ""
+        return f"{super().extra_repr()}, solver={self.solver!r}{extra}"
+
+
+class _Repeated:
+    """f(., x) with one random draw for all evaluations, as within `revdeq.solve`, and under the autocast of the
+    forward pass. It counts its calls, and keeps the last two inputs."""
+
+    def __init__(self, f: Callable[..., Any], x: Tensor) -> None:
+        self.f, self.x, self.calls = f, x, 0
+        self.inputs: list[Tensor] = []
+        kind = x.device.type
+        self._draw = Draw(x.device)
+        self._autocast: Callable[[], Any] = contextlib.nullcontext
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            self._autocast = lambda: torch.autocast(kind, dtype=dtype)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        self.calls += 1
+        self.inputs = [*self.inputs[-1:], z.detach()]
+        with self._draw.rewound(), self._draw, self._autocast():
+            return self.f(z, self.x).to(z.dtype)
+
+
+def _anderson(evaluations: int, tol: float | None) -> nn.Module:
+    try:
+        import torchdeq
+    except ImportError as error:
+        raise ImportError(
+            "solver = 'torchdeq' needs torchdeq: pip install 'revdeq[torchdeq]', or use solver='reversible'"
+        ) from error
+    return torchdeq.get_deq(
+        f_solver="anderson",
+        b_solver="anderson",
+        ift=True,
+        f_max_iter=evaluations,
+        b_max_iter=evaluations,
+        f_tol=tol or 0.0,
+        b_tol=tol or 0.0,
+        f_stop_mode="rel",
+        b_stop_mode="rel",
+    )
+
+
+def _checked_solver(solver: str, tol: float | None, state: str | Exact) -> str:
+    if solver not in SOLVERS:
+        raise ValueError(f"solver = {solver!r} must be one of {', '.join(map(repr, SOLVERS))}")
+    if solver in ("stored", "checkpointed") and tol is not None:
+        raise ValueError(f"tol = {tol!r}: solver = {solver!r} takes all of its steps; use tol=None")
+    if solver != "reversible" and state != "float64":
+        raise ValueError(f"state = {state!r} belongs to solver = 'reversible'; with {solver!r} use state='float64'")
+    return solver
+
+
+def _checked_evaluations(evaluations: int, solver: str) -> int:
+    if checked_size("evaluations", evaluations) < 3 and solver == "torchdeq":
+        raise ValueError(f"evaluations = {evaluations} must be at least 3: the first two start Anderson acceleration")
+    return evaluations
+
+
+class EquilibriumModel(nn.Module):
+    """What the models with equilibria in them have in common."""
+
+    @property
+    def equilibria(self) -> list[Equilibrium]:
+        return [m for m in self.modules() if isinstance(m, Equilibrium)]
+
+    @property
+    def last(self) -> Last | None:
+        """What the last forward pass did: steps and nfe of all equilibria, the residual of the last one."""
+        lasts = [m.last for m in self.equilibria if m.last is not None]
+        if not lasts:
+            return None
+        return Last(sum(x.steps for x in lasts), sum(x.nfe for x in lasts), lasts[-1].residual)

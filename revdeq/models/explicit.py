@@ -1,0 +1,125 @@
+"""Explicit models to compare with: a ResNet and a transformer that can be given the size of an equilibrium model."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .blocks import CausalAttention, PreActivation, checked_dropout, checked_size, mlp
+from .image import by_scale, checked_images
+from .language import Embedding, initialise
+
+
+class ResNet(nn.Module):
+    """The pre-activation ResNet of He et al. (2016, "Identity mappings"): images (B, 3, H, W) to logits (B, classes).
+
+    channels: of each scale; each scale but the first begins by halving the image. The defaults are ResNet-18.
+    depth: the number of blocks at each scale.
+    """
+
+    last = None
+
+    def __init__(
+        self, channels: Sequence[int] = (64, 128, 256, 512), depth: int | Sequence[int] = 2, classes: int = 10
+    ) -> None:
+        super().__init__()
+        channels = by_scale("channels", channels)
+        depth = by_scale("depth", depth, len(channels))
+        checked_size("classes", classes)
+        self.encode = nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
+        blocks, before = [], channels[0]
+        for scale, (c, count) in enumerate(zip(channels, depth, strict=True)):
+            for i in range(count):
+                blocks.append(PreActivation(before, c, stride=2 if scale and i == 0 else 1))
+                before = c
+        self.blocks, self.norm = nn.Sequential(*blocks), nn.BatchNorm2d(before)
+        self.classify = nn.Linear(before, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.blocks(self.encode(checked_images(images)))))
+        return self.classify(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+    @classmethod
+    def sized(cls, parameters: int, channels: Sequence[int] = (64, 128, 256, 512), **settings: Any) -> "ResNet":
+        """With nearly this many parameters: `channels` are kept in proportion."""
+        channels = by_scale("channels", channels)
+
+        def scaled(widest: int) -> list[int]:
+            return [max(1, round(widest * c / max(channels))) for c in channels]
+
+        widest = _nearest(lambda n: cls(scaled(n), **settings), parameters, "use a smaller depth")
+        return cls(scaled(widest), **settings)
+
+
+class Transformer(nn.Module):
+    """A pre-norm transformer as GPT-2: tokens (B, T) to logits (B, T, vocabulary), with a tied head.
+
+    vocabulary, d, heads, length, dropout: as in `LanguageModel`; heads have the size d / heads.
+    depth: the number of layers.
+    hidden: units of the MLP of each layer; None: 4 d.
+    """
+
+    last = None
+
+    def __init__(
+        self,
+        vocabulary: int = 50304,
+        d: int = 1024,
+        heads: int = 8,
+        length: int = 512,
+        dropout: float = 0.1,
+        depth: int = 3,
+        hidden: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden = checked_size("hidden", 4 * d if hidden is None else hidden)
+        self.embed = Embedding(vocabulary, d, length)
+        layers = [Layer(d, heads, self.hidden, dropout) for _ in range(checked_size("depth", depth))]
+        self.layers, self.norm = nn.Sequential(*layers), nn.LayerNorm(d)
+        initialise(self)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.embed.logits(self.norm(self.layers(self.embed(tokens))))
+
+    @classmethod
+    def sized(cls, parameters: int, **settings: Any) -> "Transformer":
+        """With nearly this many parameters: `hidden` is chosen."""
+        hidden = _nearest(lambda n: cls(hidden=n, **settings), parameters, "use a smaller d or depth")
+        return cls(hidden=hidden, **settings)
+
+
+class Layer(nn.Module):
+    def __init__(self, d: int, heads: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.attention, self.mlp = CausalAttention(d, heads), mlp(d, hidden, d)
+        self.dropout = nn.Dropout(checked_dropout(dropout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Shared ones once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def _nearest(make: Callable[[int], nn.Module], parameters: int, remedy: str) -> int:
+    """The size at which `make` comes nearest to so many parameters."""
+
+    def count(size: int) -> int:
+        with torch.device("meta"):  # nothing is allocated
+            return count_parameters(make(size))
+
+    if count(1) > parameters:
+        raise ValueError(f"parameters = {parameters} are fewer than the smallest model has, {count(1)}: {remedy}")
+    low, high = 1, 2
+    while count(high) < parameters:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if count(middle) <= parameters else (low, middle)
+    return min((low, high), key=lambda size: abs(count(size) - parameters))

@@ -1,0 +1,99 @@
+"""The paper's language model. Replace f by a module f(z, x) of your own: LanguageModel(block=MyBlock), where
+MyBlock(d) makes it. Position t of its output may depend on the positions up to t only."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .blocks import TransformerBlock, checked_form, checked_size
+from .equilibrium import Equilibrium, EquilibriumModel
+
+INITIAL_DEVIATION = 0.02
+"""Of weights and embeddings, as in GPT-2; the paper does not say."""
+
+
+class LanguageModel(EquilibriumModel):
+    """Embeddings of tokens and positions, the equilibrium of a `TransformerBlock` (equation 7 of the paper), and the
+    token embedding once more as the head: tokens (B, T) to logits (B, T, vocabulary) of the token that follows each.
+
+    The defaults are the paper's, which quotes 94M parameters. They are counted as 93,987,840 with heads of the full
+    size d each, and as 64,627,712 with heads of size d / 8 (wide_heads=False).
+
+    vocabulary: of tokens; the default is that of GPT-2, padded to a multiple of 64.
+    d, heads, wide_heads, dropout: see `TransformerBlock`.
+    length: of the longest sequence.
+    steps, beta, tol, state, check, solver, evaluations: see `Equilibrium`.
+    form: "paper", or "authors" for the block of the authors' code.
+    block: makes another f, from `d`.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 50304,
+        d: int = 1024,
+        heads: int = 8,
+        length: int = 512,
+        dropout: float = 0.1,
+        wide_heads: bool = True,
+        steps: int = 4,
+        beta: float = 0.5,
+        tol: float | None = None,
+        state: str = "float64",
+        check: str | None = "warn",
+        solver: str = "reversible",
+        evaluations: int | None = None,
+        form: str = "paper",
+        block: Callable[[int], nn.Module] | None = None,
+    ) -> None:
+        super().__init__()
+        checked_form(form)
+        self.embed = Embedding(vocabulary, d, length)
+        f = block(d) if block else TransformerBlock(d, heads, dropout, wide_heads, form)
+        self.equilibrium = Equilibrium(f, steps, beta, tol, state, check, solver, evaluations)
+        initialise(self.embed)
+        if block is None:
+            initialise(f)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.embed.logits(self.equilibrium(self.embed(tokens)))
+
+
+class Embedding(nn.Module):
+    """Of tokens and their positions; and, transposed, the head."""
+
+    def __init__(self, vocabulary: int, d: int, length: int) -> None:
+        super().__init__()
+        self.vocabulary, self.length = checked_size("vocabulary", vocabulary), checked_size("length", length)
+        self.token = nn.Embedding(vocabulary, checked_size("d", d))
+        self.position = nn.Embedding(length, d)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.dim() != 2 or tokens.shape[1] < 1:
+            raise ValueError(f"tokens of shape {tuple(tokens.shape)}: they must be a batch of sequences, (B, T)")
+        if tokens.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"tokens are {tokens.dtype}: they must be int64 or int32")
+        if tokens.shape[1] > self.length:
+            raise ValueError(
+                f"tokens of length {tokens.shape[1]}: this model reads at most length = {self.length}; cut them, or "
+                "make the model with a larger length"
+            )
+        try:
+            return self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        except IndexError:
+            low, high = tokens.aminmax()
+            raise IndexError(
+                f"tokens from {low} to {high}: they must lie between 0 and vocabulary - 1 = {self.vocabulary - 1}"
+            ) from None
+
+    def logits(self, z: Tensor) -> Tensor:
+        return F.linear(z, self.token.weight)
+
+
+def initialise(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=INITIAL_DEVIATION)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
