@@ -1,10 +1,12 @@
-"""Command line: `python -m revdeq demo`."""
+"""Command line: `python -m revdeq demo`, `train`, `evaluate`, `generate`."""
 
 import argparse
 import importlib.util
 import os
 import sys
 from pathlib import Path
+
+from .commands import evaluate, generate, train
 
 
 def main() -> int:
@@ -14,7 +16,12 @@ def main() -> int:
     demo.add_argument(
         "--out", type=Path, default=Path("demo.png"), help="where to write the plot (default: %(default)s)"
     )
+    for command in (train, evaluate, generate):
+        its_parser = commands.add_parser(command.__name__, help=command.__doc__, description=command.__doc__)
+        its_parser.set_defaults(run=command(its_parser))
     arguments = parser.parse_args()
+    if arguments.command != "demo":
+        return arguments.run(arguments)
 
     folder = arguments.out.resolve().parent
     if arguments.out.suffix != ".png" or not os.access(folder, os.W_OK):

@@ -43,7 +43,9 @@ def load(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint, damaged or of another program: {error}") from error
+        raise CheckpointError(
+            f"{path} cannot be read as a checkpoint, damaged or of another program: {error}"
+        ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of `python -m revdeq train` (format {FORMAT!r})")
     return state

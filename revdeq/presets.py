@@ -143,9 +143,9 @@ PRESETS = {
         Preset(
             "cifar10-tiny",
             "cifar10",
-            "single-scale",
-            {"channels": 16, "width": 1, "steps": 2, "beta": 0.8},
-            Training(epochs=30, batch=64, lr=5e-3, weight_decay=1e-4, schedule="cosine", warmup=50),
+            "multi-scale",
+            {"channels": (8, 16, 32, 64), "widths": (1, 1, 1, 1), "steps": (1, 2, 2, 1), "beta": 0.8},
+            Training(epochs=30, batch=64, lr=3e-3, weight_decay=1e-4, schedule="cosine", warmup=50),
         ),
         Preset(
             "wikitext2-tiny",

@@ -104,11 +104,16 @@ def _saved(last: Path, preset: Preset, resume: bool) -> dict[str, Any] | None:
 class Run:
     """A training in progress: all that a checkpoint holds, and how to make an update."""
 
-    def __init__(
-        self, preset: Preset, found: Cifar10 | WikiText, processes: Processes, out: Path, quiet: bool
-    ) -> None:
+    def __init__(self, preset: Preset, found: Cifar10 | WikiText, processes: Processes, out: Path, quiet: bool) -> None:
         how = preset.training
-        self.preset, self.how, self.data, self.processes, self.out, self.quiet = preset, how, found, processes, out, quiet
+        self.preset, self.how, self.data, self.processes, self.out, self.quiet = (
+            preset,
+            how,
+            found,
+            processes,
+            out,
+            quiet,
+        )
         if how.batch % processes.size:
             raise SettingError(f"batch={how.batch}: it must be a multiple of the {processes.size} processes")
         if how.batch > found.size:
@@ -149,12 +154,14 @@ class Run:
             record.write_metrics(self.out, self.rows)
             progress.say(self.data.describe())
             quoted = f" ({self.preset.quoted} quoted)" if self.preset.quoted else ""
-            progress.say(f"{self.preset.name}: {self.parameters:,} parameters{quoted}, {self.total:,} updates, in {self.out}")
+            progress.say(
+                f"{self.preset.name}: {self.parameters:,} parameters{quoted}, {self.total:,} updates, in {self.out}"
+            )
             if resume:
                 at = f"continuing at update {self.update:,}" if self.update else "no checkpoint yet: from the beginning"
                 progress.say(at)
         start = time.perf_counter() - self.seconds
-        since, at = time.perf_counter(), self.update
+        since, done = time.perf_counter(), self.update
         try:
             with _signals(self):
                 while self.update < self.total and not self._settled():
@@ -166,8 +173,8 @@ class Run:
                         row = self._row(evaluate=due == "evaluate")
                         now = time.perf_counter()
                         self.seconds = row["seconds"] = now - start
-                        row["per_second"] = (self.update - at) * self._examples() / (now - since)
-                        since, at = now, self.update
+                        row["per_second"] = (self.update - done) * self._examples() / (now - since)
+                        since, done = now, self.update
                         self._keep(row, progress)
                     stop = self.processes.largest(self.signal)
                     if stop or due == "evaluate" or self.update % self.how.save_every == 0:
@@ -218,8 +225,9 @@ class Run:
         row: dict[str, Any] = dict.fromkeys(record.COLUMNS, "")
         row.update(update=self.update, epoch=self.update / self.batches, lr=self.optimizer.param_groups[0]["lr"])
         row["loss"] = math.fsum(losses) / len(losses)
-        if (last := self.model.last) is not None:
-            row.update(evaluations=last.nfe, residual=float(last.residual))  # type: ignore[union-attr]
+        last: Any = self.model.last
+        if last is not None:
+            row.update(evaluations=last.nfe, residual=float(last.residual))
         row["peak_memory_mib"] = peak_memory(self.processes.device) / 2**20
         self.losses = []
         if isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau):
@@ -241,8 +249,8 @@ class Run:
             if not math.isfinite(loss):
                 kept = f"{self.out / 'last.pt'} is from before." if (self.out / "last.pt").exists() else ""
                 raise Diverged(
-                    f"the loss is {loss} at update {self.update - len(losses) + i + 1:,}: it diverged. Try a smaller lr "
-                    f"(it was {self.how.lr}), --set clip=1.0, a longer warmup, a smaller beta or fewer steps. {kept}"
+                    f"the loss is {loss} at update {self.update - len(losses) + i + 1:,}: it diverged. Try a smaller "
+                    f"lr (it was {self.how.lr}), --set clip=1.0, a longer warmup, a smaller beta or fewer steps. {kept}"
                 )
         return losses
 
@@ -339,9 +347,7 @@ def measure(
     mean = loss / count + found.surcharge(split)
     metric = correct / count if found.metric == "accuracy" else math.exp(min(mean, 700.0))
     explicit = math.isnan(nfe)
-    return Measured(
-        mean, metric, int(count), None if explicit else nfe / count, None if explicit else residual / count
-    )
+    return Measured(mean, metric, int(count), None if explicit else nfe / count, None if explicit else residual / count)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -40,15 +40,14 @@ class WikiText:
     splits = ("valid", "test")
     evaluated_on = "valid"
 
-    def __init__(
-        self, name: str, folder: Path, length: int, vocabulary: "str | int | Vocabulary" = "full"
-    ) -> None:
+    def __init__(self, name: str, folder: Path, length: int, vocabulary: "str | int | Vocabulary" = "full") -> None:
         place, variant = find(name, folder)
         encoder = encoding.find(folder)
         self.name, self.source, self.encoding, self.length = name, place, encoder, length
         self.tokens = {split: tokens(place, f"wiki.{split}.{variant}", encoder) for split in SPLITS}
-        known = isinstance(vocabulary, Vocabulary)
-        self.vocabulary = vocabulary if known else Vocabulary.of(self.tokens["train"], vocabulary, encoder)
+        if not isinstance(vocabulary, Vocabulary):
+            vocabulary = Vocabulary.of(self.tokens["train"], vocabulary, encoder)
+        self.vocabulary: Vocabulary = vocabulary
         for split, found in self.tokens.items():
             if len(found) < 2 * length:
                 raise DataError(f"{place}'s {split} has {len(found):,} tokens, too few for sequences of {length}")
@@ -109,10 +108,14 @@ class Vocabulary:
         self.size = -(-self.encoded // PADDED_TO) * PADDED_TO if self.complete else len(kept) + 1
 
     @classmethod
+    def full(cls, encoded: int) -> "Vocabulary":
+        return cls(np.arange(encoded), np.zeros(encoded))
+
+    @classmethod
     def of(cls, train: np.ndarray, choice: str | int, encoder: Path) -> "Vocabulary":
         encoded = encoding.load(encoder).n_vocab
         if choice == "full":
-            return cls(np.arange(encoded), np.zeros(encoded))
+            return cls.full(encoded)
         counts = np.bincount(train, minlength=encoded)
         kept = np.argsort(-counts, kind="stable")[: int((counts > 0).sum())]
         if choice != "seen":

@@ -76,7 +76,9 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.heads = checked_size("heads", heads)
         if checked_size("d", d) % heads and not wide_heads:
-            raise ValueError(f"d = {d} is not a multiple of heads = {heads}: change one of them, or use wide_heads=True")
+            raise ValueError(
+                f"d = {d} is not a multiple of heads = {heads}: change one of them, or use wide_heads=True"
+            )
         inner = d * heads if wide_heads else d
         self.qkv = nn.Linear(d, 3 * inner, bias=False)
         self.project = nn.Linear(inner, d, bias=False)
