@@ -42,7 +42,7 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"there is no checkpoint {path}: a run folder has last.pt and best.pt")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint, damaged or of another program: {error}"
         ) from error

@@ -119,12 +119,13 @@ def _guarded(run: Run) -> Run:
             return 1
         from .checkpoint import CheckpointError
         from .data import DataError
+        from .monitor import ReconstructionError
         from .presets import SettingError
         from .train import Diverged, Stopped
 
         try:
             return run(arguments)
-        except (CheckpointError, DataError, Diverged, SettingError) as error:
+        except (CheckpointError, DataError, Diverged, ReconstructionError, SettingError) as error:
             print(error, file=sys.stderr)
             return 1
         except Stopped as stopped:

@@ -67,12 +67,12 @@ def train(
         saved = _saved(last, preset, resume)
         with processes.first_alone():
             found = load_data(preset, folder)
-        run = Run(preset, found.to(processes.device), processes, out, quiet or not processes.first)
+        run = Run(preset, found.to(processes.device), processes, folder, out, quiet or not processes.first)
         if processes.first:
             record.make_folder(out)
         if saved is not None:
             run.load(saved, last)
-        return run.go(folder, resume)
+        return run.go(resume)
 
 
 def load_data(preset: Preset, folder: Path, vocabulary: Vocabulary | None = None) -> Cifar10 | WikiText:
@@ -104,16 +104,12 @@ def _saved(last: Path, preset: Preset, resume: bool) -> dict[str, Any] | None:
 class Run:
     """A training in progress: all that a checkpoint holds, and how to make an update."""
 
-    def __init__(self, preset: Preset, found: Cifar10 | WikiText, processes: Processes, out: Path, quiet: bool) -> None:
-        how = preset.training
-        self.preset, self.how, self.data, self.processes, self.out, self.quiet = (
-            preset,
-            how,
-            found,
-            processes,
-            out,
-            quiet,
-        )
+    def __init__(
+        self, preset: Preset, found: Cifar10 | WikiText, processes: Processes, folder: Path, out: Path, quiet: bool
+    ) -> None:
+        self.preset, self.how, self.data, self.processes = preset, preset.training, found, processes
+        self.folder, self.out, self.quiet = folder.resolve(), out, quiet
+        how = self.how
         if how.batch % processes.size:
             raise SettingError(f"batch={how.batch}: it must be a multiple of the {processes.size} processes")
         if how.batch > found.size:
@@ -146,8 +142,8 @@ class Run:
         random.seed(seeds[1])
         np.random.seed(seeds[2] % 2**32)
 
-    def go(self, folder: Path, resume: bool) -> list[dict[str, Any]]:
-        config = {**self.preset.to_dict(), "parameters": self.parameters, "folder": str(folder)}
+    def go(self, resume: bool) -> list[dict[str, Any]]:
+        config = {**self.preset.to_dict(), "parameters": self.parameters, "folder": str(self.folder)}
         progress = record.Progress(self.total, self.update, self.data.unit, self.data.metric, self.quiet)
         if self.processes.first:
             record.write_config(self.out, config)
@@ -165,7 +161,10 @@ class Run:
         try:
             with _signals(self):
                 while self.update < self.total and not self._settled():
-                    self.losses.append(self._step())
+                    try:
+                        self.losses.append(self._step())
+                    except (FloatingPointError, OverflowError) as error:  # of the solver, which looks sooner
+                        raise self._diverged(self.update + 1, str(error)) from error
                     self.update += 1
                     progress.advance()
                     due = self._due()
@@ -179,7 +178,7 @@ class Run:
                     stop = self.processes.largest(self.signal)
                     if stop or due == "evaluate" or self.update % self.how.save_every == 0:
                         self.seconds = time.perf_counter() - start
-                        self._save(folder)
+                        self._save()
                     if stop:
                         name = signal.Signals(stop).name
                         raise Stopped(f"{name}: saved at update {self.update:,}, continue with --resume", stop)
@@ -247,12 +246,15 @@ class Run:
         losses: list[float] = mean.tolist()
         for i, loss in enumerate(losses):
             if not math.isfinite(loss):
-                kept = f"{self.out / 'last.pt'} is from before." if (self.out / "last.pt").exists() else ""
-                raise Diverged(
-                    f"the loss is {loss} at update {self.update - len(losses) + i + 1:,}: it diverged. Try a smaller "
-                    f"lr (it was {self.how.lr}), --set clip=1.0, a longer warmup, a smaller beta or fewer steps. {kept}"
-                )
+                raise self._diverged(self.update - len(losses) + i + 1, f"the loss is {loss}")
         return losses
+
+    def _diverged(self, update: int, what: str) -> Diverged:
+        last = self.out / "last.pt"
+        return Diverged(
+            f"update {update:,}: {what}. The training diverged: try a smaller lr (it was {self.how.lr}), --set clip=1.0,"
+            f" a longer warmup, a smaller beta or fewer steps.{f' {last} is from before.' if last.exists() else ''}"
+        )
 
     def _keep(self, row: dict[str, Any], progress: record.Progress) -> None:
         self.rows.append(row)
@@ -284,18 +286,18 @@ class Run:
             "preset": self.preset.to_dict(),
             "update": self.update,
             "metric": self.rows[-1]["metric"] if self.rows else "",
+            "folder": str(self.folder),
             "vocabulary": vocabulary,
             "model": self.model.state_dict(),
         }
 
-    def _save(self, folder: Path) -> None:
+    def _save(self) -> None:
         losses = self._losses() if self.losses else []
         generators = self.processes.all_of(checkpoint.generators())
         if not self.processes.first:
             return
         state = {
             **self._weights(),
-            "folder": str(folder.resolve()),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
             "scaler": self.scaler.state_dict(),
