@@ -252,8 +252,8 @@ class Run:
     def _diverged(self, update: int, what: str) -> Diverged:
         last = self.out / "last.pt"
         return Diverged(
-            f"update {update:,}: {what}. The training diverged: try a smaller lr (it was {self.how.lr}), --set clip=1.0,"
-            f" a longer warmup, a smaller beta or fewer steps.{f' {last} is from before.' if last.exists() else ''}"
+            f"update {update:,}: {what}. The training diverged: try a smaller lr (it was {self.how.lr}), clip=1.0, a "
+            f"longer warmup, a smaller beta or fewer steps.{f' {last} is from before.' if last.exists() else ''}"
         )
 
     def _keep(self, row: dict[str, Any], progress: record.Progress) -> None:
