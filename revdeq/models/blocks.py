@@ -3,6 +3,7 @@
 form="paper" is as printed; form="authors" is as in the code that the paper's authors published.
 """
 
+import itertools
 from typing import Any
 
 import torch.nn.functional as F
@@ -111,7 +112,7 @@ class PreActivation(nn.Module):
 def mlp(*sizes: int, approximate: str = "none") -> nn.Sequential:
     """Linear layers with GELU between them."""
     layers: list[nn.Module] = [nn.Linear(sizes[0], sizes[1])]
-    for inner, outer in zip(sizes[1:], sizes[2:], strict=False):
+    for inner, outer in itertools.pairwise(sizes[1:]):
         layers += [nn.GELU(approximate), nn.Linear(inner, outer)]
     return nn.Sequential(*layers)
 

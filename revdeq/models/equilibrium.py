@@ -24,7 +24,8 @@ class Equilibrium(RevDEQ):
     beta, tol, state, check: see `revdeq.solve`.
     solver: "reversible" is the paper's. "stored" and "checkpointed" compute the same, bit for bit, and are
         differentiated by plain autograd and by torch.utils.checkpoint. "torchdeq" is the classical equilibrium model:
-        Anderson acceleration both ways, and the gradient of the implicit function theorem.
+        Anderson acceleration both ways, which ends at the relative residual `tol` if it is given, and the gradient
+        of the implicit function theorem. All of them draw one dropout mask per solve.
     evaluations: the most that Anderson acceleration makes of f in the forward pass, and of its transposed Jacobian in
         the backward pass; None: 2 `steps`. The gradient takes one evaluation of f more.
     """
@@ -137,7 +138,8 @@ class EquilibriumModel(nn.Module):
 
     @property
     def last(self) -> Last | None:
-        """What the last forward pass did: steps and nfe of all equilibria, the residual of the last one."""
+        """What the last forward pass did: steps and nfe of all equilibria, the residual of the last one
+        (which is 1 where that takes a single step from zero)."""
         lasts = [m.last for m in self.equilibria if m.last is not None]
         if not lasts:
             return None

@@ -1,6 +1,7 @@
 """The paper's image models. Replace f by a module f(z, x) of your own: SingleScale(block=MyBlock), where
 MyBlock(channels, width) makes it."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,7 +64,8 @@ class MultiScale(EquilibriumModel):
     | 64, 128, 128, 256    | 2, 4, 4, 2   | 1, 4, 4, 1   | 5M               | 6,335,946  |
     | 128, 256, 256, 128   | 1, 3, 3, 1   | 4, 4, 4, 4   | 10M              | 10,319,754 |
 
-    channels, widths, steps: of each scale; one number of steps may stand for all. (There may be other than four.)
+    channels, widths, steps: of each scale, of which there may be more or fewer than four. One width, or one number of
+        steps, may stand for all.
     beta, tol, state, check, solver: see `Equilibrium`.
     evaluations: see `Equilibrium`; of each scale, or one number for all.
     form: "paper", or "authors" for the block of the authors' code.
@@ -73,7 +75,7 @@ class MultiScale(EquilibriumModel):
     def __init__(
         self,
         channels: Sequence[int] = (32, 32, 32, 32),
-        widths: Sequence[int] = (1, 2, 2, 1),
+        widths: int | Sequence[int] = (1, 2, 2, 1),
         steps: int | Sequence[int] = (1, 4, 4, 1),
         classes: int = 10,
         beta: float = 0.8,
@@ -98,7 +100,7 @@ class MultiScale(EquilibriumModel):
         for c, width, n, limit in zip(channels, widths, steps, limits, strict=True):
             f = block(c, width) if block else ConvBlock(c, width, form)
             self.scales.append(Equilibrium(f, n, beta, tol, state, check, solver, limit))
-        for c, following in zip(channels, channels[1:], strict=False):
+        for c, following in itertools.pairwise(channels):
             self.downsample.append(PreActivation(c, following, stride=2))
         self.downsample.append(nn.AdaptiveAvgPool2d(1))
         self.classify = nn.Linear(channels[-1], classes)
@@ -119,8 +121,8 @@ def checked_images(images: Tensor) -> Tensor:
 
 
 def by_scale(name: str, values: Any, scales: int | None = None) -> list[Any]:
-    """A list of one number for each scale."""
-    if isinstance(values, int) and scales is not None and name not in ("channels", "widths"):
+    """A list of one number for each scale; once their number is known, one value may stand for all."""
+    if isinstance(values, int) and scales is not None:
         values = [values] * scales
     if not isinstance(values, (list, tuple)) or len(values) < 1 or (scales and len(values) != scales):
         count = f"{scales} numbers" if scales else "a list of numbers"

@@ -1,6 +1,7 @@
 """The paper's language model. Replace f by a module f(z, x) of your own: LanguageModel(block=MyBlock), where
 MyBlock(d) makes it. Position t of its output may depend on the positions up to t only."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 from .blocks import TransformerBlock, checked_form, checked_size
 from .equilibrium import Equilibrium, EquilibriumModel
 
-INITIAL_DEVIATION = 0.02
-"""Of weights and embeddings, as in GPT-2; the paper does not say."""
+INITIAL_DEVIATION = 0.02 * math.sqrt(1024)
+"""Of the initial weights, times the root of their fan-in: GPT-2's .02 at the paper's size. The paper does not say."""
 
 
 class LanguageModel(EquilibriumModel):
@@ -61,7 +62,8 @@ class LanguageModel(EquilibriumModel):
 
 
 class Embedding(nn.Module):
-    """Of tokens and their positions; and, transposed, the head."""
+    """Of tokens and their positions; and the head, which is the same matrix and so begins small. The embeddings are
+    multiplied by the root of d, as by Vaswani et al. (2017): beside a normalised z, they would hardly be seen."""
 
     def __init__(self, vocabulary: int, d: int, length: int) -> None:
         super().__init__()
@@ -80,12 +82,13 @@ class Embedding(nn.Module):
                 "make the model with a larger length"
             )
         try:
-            return self.token(tokens) + self.position.weight[: tokens.shape[1]]
+            x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
         except IndexError:
             low, high = tokens.aminmax()
             raise IndexError(
                 f"tokens from {low} to {high}: they must lie between 0 and vocabulary - 1 = {self.vocabulary - 1}"
             ) from None
+        return math.sqrt(x.shape[-1]) * x
 
     def logits(self, z: Tensor) -> Tensor:
         return F.linear(z, self.token.weight)
@@ -94,6 +97,6 @@ class Embedding(nn.Module):
 def initialise(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=INITIAL_DEVIATION)
+            nn.init.normal_(module.weight, std=INITIAL_DEVIATION / math.sqrt(module.weight.shape[1]))
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
