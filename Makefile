@@ -27,7 +27,7 @@ mutants: .venv/installed
 .venv/installed: setup.py pyproject.toml .ci/constraints.txt kernels/cpu.c
 	@echo "Setting up .venv (torch is large: this takes a minute or two) ..."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[demo,test,torchdeq,lint]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[demo,train,test,torchdeq,lint]'
 	touch $@
 
 clean:

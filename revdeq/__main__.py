@@ -1,53 +1,9 @@
-"""Command line: `python -m revdeq demo`, `python -m revdeq doctor`.
-
-A command is a function that adds its options to a parser and returns what to run with them; its docstring is its
-help. What a command needs is imported when it runs.
-"""
+"""Command line: `python -m revdeq demo`, `doctor`, `train`, `evaluate`, `generate`."""
 
 import argparse
-import importlib.util
-import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
-Run = Callable[[argparse.Namespace], int]
-
-
-def demo(parser: argparse.ArgumentParser) -> Run:
-    """train a small image model three ways and compare (under two minutes)"""
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo.png"), help="where to write the plot (default: %(default)s)"
-    )
-
-    def run(arguments: argparse.Namespace) -> int:
-        out = arguments.out
-        if out.suffix != ".png" or not os.access(out.resolve().parent, os.W_OK):
-            parser.error(f"--out {out}: it must end in .png, in a folder that exists and can be written to")
-        if missing := [name for name in ("matplotlib", "sklearn", "tqdm") if importlib.util.find_spec(name) is None]:
-            print(f"The demo needs {', '.join(missing)}: pip install 'revdeq[demo]'", file=sys.stderr)
-            return 1
-        from . import demo
-
-        demo.run(out)
-        return 0
-
-    return run
-
-
-def doctor(parser: argparse.ArgumentParser) -> Run:
-    """what this machine will use and why, and whether it computes right (ten seconds)"""
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-
-    def run(arguments: argparse.Namespace) -> int:
-        from . import doctor
-
-        return doctor.run(as_json=arguments.json)
-
-    return run
-
-
-COMMANDS = (demo, doctor)
+from .commands import COMMANDS
 
 
 def main() -> int:

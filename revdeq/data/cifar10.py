@@ -1,0 +1,187 @@
+"""CIFAR-10, and its augmentation.
+
+Read from the official archives, the binary or the Python version, packed or unpacked. A record of the binary
+version is 3,073 bytes: the label, then 32x32 pixels of red, of green, of blue. Files with fewer records than the
+official 10,000 are read as they are.
+"""
+
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import download
+from .files import DataError, is_archive, read, stored
+
+CLASSES = 10
+SIDE = 32
+PIXELS = 3 * SIDE * SIDE
+RECORD = 1 + PIXELS
+MEAN = (0.4914, 0.4822, 0.4465)
+STD = (0.2470, 0.2435, 0.2616)
+PADDING = 4
+
+TRAIN = [f"data_batch_{i}" for i in range(1, 6)]
+TEST = "test_batch"
+PLACES = (
+    "",
+    "cifar-10-batches-bin",
+    "cifar-10-batches-py",
+    "cifar-10-binary.tar.gz",
+    "cifar-10-python.tar.gz",
+)
+
+
+class Cifar10:
+    """Images uint8 [n, 3, 32, 32] and labels int64 [n] of the two splits."""
+
+    unit = "images"
+    metric = "accuracy"
+    higher_is_better = True
+    splits = ("test",)
+    evaluated_on = "test"
+
+    def __init__(self, folder: Path) -> None:
+        place = find(folder)
+        contents = read(place, [*TRAIN, TEST, *(f"{name}.bin" for name in [*TRAIN, TEST])])
+        parts = []
+        for name in [*TRAIN, TEST]:
+            if f"{name}.bin" in contents:
+                parts.append(from_binary(contents[f"{name}.bin"], f"{place / name}.bin"))
+            elif name in contents:
+                parts.append(from_pickle(contents[name], str(place / name)))
+            else:
+                raise DataError(
+                    f"{place} holds {', '.join(sorted(contents)) or 'no batch'}, but not {name}.bin (binary version) "
+                    f"or {name} (Python version): CIFAR-10 is {TRAIN[0]} to {TRAIN[-1]} and {TEST}"
+                )
+        self.images = torch.cat([images for images, _ in parts[:-1]])
+        self.labels = torch.cat([labels for _, labels in parts[:-1]])
+        self.test_images, self.test_labels = parts[-1]
+        self.source = place
+
+    @property
+    def size(self) -> int:
+        return len(self.labels)
+
+    def describe(self) -> str:
+        whole = (self.size, len(self.test_labels)) == (50_000, 10_000)
+        return (
+            f"CIFAR-10 from {self.source}: {self.size:,} training and {len(self.test_labels):,} test images"
+            f"{'' if whole else ' (a part: the official files hold 50,000 and 10,000)'}"
+        )
+
+    def to(self, device: torch.device) -> "Cifar10":
+        """All of it on the device: 184 MB for the official files."""
+        for name in ("images", "labels", "test_images", "test_labels"):
+            setattr(self, name, getattr(self, name).to(device))
+        return self
+
+    def order(self, generator: torch.Generator) -> Tensor:
+        """Of an epoch: what `batch` takes some of."""
+        return torch.randperm(self.size, generator=generator)
+
+    def batch(self, indices: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        indices = indices.to(self.labels.device)
+        return normalise(augment(self.images[indices], generator)), self.labels[indices]
+
+    def evaluation(self, split: str, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for images, labels in zip(self.test_images.split(batch), self.test_labels.split(batch), strict=True):
+            yield normalise(images), labels
+
+    def surcharge(self, split: str) -> float:
+        return 0.0
+
+
+def find(folder: Path) -> Path:
+    for place in [folder / place for place in PLACES]:
+        if is_archive(place) or any(stored(place, name) for name in (TRAIN[0], f"{TRAIN[0]}.bin")):
+            return place
+    raise DataError(f"no CIFAR-10 in {folder}.\n{download.instructions('cifar10', folder)}")
+
+
+def from_binary(content: bytes, name: str) -> tuple[Tensor, Tensor]:
+    if len(content) == 0 or len(content) % RECORD:
+        raise DataError(
+            f"{name} has {len(content):,} bytes, which is not a whole number of CIFAR-10 records of {RECORD:,} bytes "
+            f"(the official file has 10,000 records, {10_000 * RECORD:,} bytes): it is truncated or not CIFAR-10"
+        )
+    records = torch.from_numpy(np.frombuffer(content, np.uint8).copy()).view(-1, RECORD)
+    return checked(records[:, 1:], records[:, 0], name)
+
+
+def from_pickle(content: bytes, name: str) -> tuple[Tensor, Tensor]:
+    try:
+        batch = ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
+        pixels, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"])
+    except DataError as error:
+        raise DataError(f"{name} {error}") from error
+    except Exception as error:  # whatever a damaged pickle may lead to
+        raise DataError(
+            f"{name} is not a batch of CIFAR-10's Python version (a pickled dict with b'data' and b'labels'): {error!r}"
+        ) from error
+    if pixels.dtype != np.uint8 or pixels.shape != (len(labels), PIXELS) or not len(labels):
+        raise DataError(
+            f"{name} holds data of shape {pixels.shape} and {pixels.dtype} with {len(labels)} labels: expected uint8 "
+            f"of shape (records, {PIXELS:,}) and as many labels"
+        )
+    return checked(torch.from_numpy(pixels.copy()), torch.from_numpy(labels.astype(np.int64)), name)
+
+
+def checked(pixels: Tensor, labels: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    if labels.min() < 0 or labels.max() >= CLASSES:
+        raise DataError(
+            f"{name} has the label {labels[(labels < 0) | (labels >= CLASSES)][0].item()}: CIFAR-10's are 0 to 9 (is "
+            f"this CIFAR-100, or are its bytes shifted?)"
+        )
+    return pixels.reshape(-1, 3, SIDE, SIDE), labels.long()
+
+
+class ArrayUnpickler(pickle.Unpickler):
+    """Loads numbers, strings, containers and NumPy arrays of bytes; whatever else a pickle may call is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+            return np.empty(0).__reduce__()[0]  # wherever this version of NumPy keeps it
+        if (module, name) == ("numpy", "ndarray"):
+            return np.ndarray
+        if (module, name) == ("numpy", "dtype"):
+            return byte_dtype
+        if (module, name) == ("_codecs", "encode"):  # bytes, as Python 3 writes them for Python 2
+            return lambda text, encoding: text.encode("latin1")
+        raise DataError(f"asks for {module}.{name}, which no CIFAR-10 batch needs: it may be malicious and is not read")
+
+
+def byte_dtype(name: str | bytes, *_: Any) -> Any:
+    if name not in ("u1", b"u1"):
+        raise DataError(f"holds an array of dtype {name!r}: expected u1, bytes")
+    return np.dtype("u1")
+
+
+def augment(images: Tensor, generator: torch.Generator) -> Tensor:
+    """A random crop after padding with 4 black pixels, and a random flip, of each image: one gather for all."""
+    count, _, height, width = images.shape
+
+    def draw(high: int) -> Tensor:
+        # drawn on the CPU whatever the device, so that a seed is the same everywhere
+        return torch.randint(high, (count, 1), generator=generator).to(images.device)
+
+    rows = draw(2 * PADDING + 1) + torch.arange(height, device=images.device)
+    columns = draw(2 * PADDING + 1) + torch.arange(width, device=images.device)
+    columns = torch.where(draw(2) == 1, columns.flip(1), columns)
+    padded = F.pad(images, [PADDING] * 4)
+    batch = torch.arange(count, device=images.device)
+    gathered = padded[batch[:, None, None], :, rows[:, :, None], columns[:, None, :]]
+    return gathered.permute(0, 3, 1, 2).contiguous()
+
+
+def normalise(images: Tensor) -> Tensor:
+    """uint8 to float32 with mean 0 and standard deviation 1 in every channel of the official training images."""
+    mean, std = (torch.tensor(c, device=images.device).view(3, 1, 1) for c in (MEAN, STD))
+    return (images.float() / 255 - mean) / std

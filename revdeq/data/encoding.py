@@ -1,0 +1,81 @@
+"""GPT-2's byte-pair encoding, from the two files that OpenAI published; nothing is fetched."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from . import download
+from .files import DataError
+
+if TYPE_CHECKING:
+    import tiktoken
+
+PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+END_OF_TEXT = "<|endoftext|>"
+FILES = ("vocab.bpe", "encoder.json")
+CHUNK = 1 << 20  # characters, to encode side by side
+
+
+def find(folder: Path) -> Path:
+    """The folder with the encoding, for data in `folder`: in it, in its folder gpt2, or in the one beside it."""
+    for place in (folder, folder / "gpt2", folder.parent / "gpt2"):
+        if all((place / name).is_file() for name in FILES):
+            return place
+    raise DataError(f"no GPT-2 encoding in {folder}.\n{download.instructions('gpt2', folder)}")
+
+
+def load(folder: Path) -> "tiktoken.Encoding":
+    """The encoding whose files are in `folder`."""
+    import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+
+    vocab, encoder = (folder / name for name in FILES)
+    try:
+        with _no_cache():
+            ranks = data_gym_to_mergeable_bpe_ranks(str(vocab), str(encoder))
+    except (AssertionError, AttributeError, KeyError, UnicodeDecodeError, ValueError) as error:
+        # AssertionError: the merges of the one file are not the tokens of the other
+        expected = "\n".join(f"  {s.place}: sha256 {s.checksum}" for s in download.ENCODING)
+        raise DataError(
+            f"{vocab} and {encoder} are not a byte-pair encoding, or not the same one ({type(error).__name__}: "
+            f"{error}). GPT-2's are\n{expected}"
+        ) from error
+    if len(ranks) >= 1 << 16:
+        raise DataError(f"{encoder} has {len(ranks):,} tokens: they are kept in 16 bits, GPT-2's are 50,257")
+    return tiktoken.Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)})
+
+
+@contextlib.contextmanager
+def _no_cache() -> Iterator[None]:
+    """tiktoken would copy the files to a temporary folder and from then on read the copy, whatever becomes of them."""
+    before = os.environ.get("TIKTOKEN_CACHE_DIR")
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""
+    try:
+        yield
+    finally:
+        os.environ.pop("TIKTOKEN_CACHE_DIR")
+        if before is not None:
+            os.environ["TIKTOKEN_CACHE_DIR"] = before
+
+
+def encode(text: str, encoding: "tiktoken.Encoding") -> np.ndarray:
+    """The tokens of a text of any length as uint16."""
+    parts = encoding.encode_ordinary_batch(chunks(text), num_threads=os.cpu_count() or 1)
+    return np.concatenate([np.array(part, np.uint16) for part in parts])
+
+
+def chunks(text: str, size: int = CHUNK) -> list[str]:
+    """The text in pieces that encode as the whole does: no token spans the end of a word and the space behind it."""
+    pieces, start = [], 0
+    while start < len(text):
+        end = text.find(" ", start + size)
+        while end > 0 and text[end - 1].isspace():
+            end = text.find(" ", end + 1)
+        end = end if end > 0 else len(text)
+        pieces.append(text[start:end])
+        start = end
+    return pieces

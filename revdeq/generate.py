@@ -1,0 +1,73 @@
+"""Text from a trained language model, token by token."""
+
+import codecs
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from . import checkpoint
+from .checkpoint import CheckpointError
+from .data import Vocabulary, encoding
+from .presets import Preset, SettingError
+
+if TYPE_CHECKING:
+    import tiktoken
+
+
+def generate(
+    path: Path, folder: Path | None, prompt: str, tokens: int, temperature: float = 1.0, seed: int = 0
+) -> Iterator[str]:
+    """What the model in the checkpoint `path` writes after `prompt`, in pieces; temperature 0 is its first choice
+    always. `folder` has GPT-2's encoding; by default it is where the training found it.
+
+    A model with a restricted vocabulary never writes a token outside of it.
+    """
+    if tokens < 1:
+        raise SettingError(f"tokens={tokens}: it must be 1 or larger")
+    if not 0 <= temperature < float("inf"):
+        raise SettingError(f"temperature={temperature}: it must be 0 or larger")
+    saved = checkpoint.load(path)
+    preset = Preset.from_dict(saved["preset"])
+    if preset.data == "cifar10":
+        raise CheckpointError(f"{path} is a model of images ({preset.name}): only a language model generates text")
+    encoder = encoding.load(encoding.find(folder or Path(saved["folder"])))
+    vocabulary = restored_vocabulary(saved) or Vocabulary.full(encoder.n_vocab)
+    model = preset.build(vocabulary=vocabulary.size)
+    checkpoint.load_weights(model, path, saved)
+    context = encoder.encode_ordinary(prompt) or [encoder.eot_token]
+    ids = torch.from_numpy(vocabulary.ids[context])
+    return _pieces(model.eval(), encoder, vocabulary, ids, tokens, temperature, seed, preset.settings["length"])
+
+
+def restored_vocabulary(saved: Mapping[str, Any]) -> Vocabulary | None:
+    if saved["vocabulary"] is None:
+        return None
+    return Vocabulary(saved["vocabulary"]["kept"].numpy(), saved["vocabulary"]["surcharge"].numpy())
+
+
+def _pieces(
+    model: nn.Module,
+    encoder: "tiktoken.Encoding",
+    vocabulary: Vocabulary,
+    ids: torch.Tensor,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    length: int,
+) -> Iterator[str]:
+    generator = torch.Generator().manual_seed(seed)
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a letter may be more than one token
+    for _ in range(tokens):
+        with torch.no_grad():
+            logits = model(ids[None, -length:])[0, -1, : len(vocabulary.kept)].float()
+        if temperature == 0:
+            chosen = logits.argmax().view(1)
+        else:
+            chosen = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
+        ids = torch.cat([ids, chosen])
+        token = int(vocabulary.kept[int(chosen)])
+        yield decoder.decode(encoder.decode_single_token_bytes(token))
+    yield decoder.decode(b"", final=True)
