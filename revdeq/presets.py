@@ -38,6 +38,7 @@ class Training:
     compile: torch.compile of f.
     seed: of the initial parameters, of the order of the data, its augmentation, and of dropout.
     vocabulary: of a language model, see `revdeq.data.wikitext`: "full", "seen", or the number of tokens to keep.
+    evaluation_batches: evaluate on the first so many batches of a split, to save time (None: all of it).
     log_every, evaluate_every, save_every: updates between a line of metrics, an evaluation (None: an epoch), and a
         checkpoint (there is one after every evaluation, too).
     """
@@ -54,6 +55,7 @@ class Training:
     compile: bool = False
     seed: int = 0
     vocabulary: str | int = "full"
+    evaluation_batches: int | None = None
     log_every: int = 20
     evaluate_every: int | None = None
     save_every: int = 200
@@ -65,7 +67,17 @@ class Training:
             if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
                 kinds = getattr(kind, "__name__", str(kind).replace(" | None", " or none"))
                 raise SettingError(f"{name}={value!r}: it must be {kinds}")
-        for name in ("epochs", "updates", "batch", "lr", "clip", "log_every", "evaluate_every", "save_every"):
+        for name in (
+            "epochs",
+            "updates",
+            "batch",
+            "lr",
+            "clip",
+            "evaluation_batches",
+            "log_every",
+            "evaluate_every",
+            "save_every",
+        ):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise SettingError(f"{name}={value!r}: it must be larger than 0")

@@ -336,7 +336,7 @@ def measure(
     model.eval()
     sums = torch.zeros(5, dtype=torch.float64)
     batches = found.evaluation(split, how.batch)
-    for inputs, targets in itertools.islice(batches, processes.rank, None, processes.size):
+    for inputs, targets in itertools.islice(batches, processes.rank, how.evaluation_batches, processes.size):
         with torch.autocast(processes.device.type, **_autocast(how.autocast)):
             logits = model(inputs)
         count = targets.numel()
