@@ -33,7 +33,13 @@ from revdeq.presets import PRESETS, Preset
 
 HERE = Path(__file__).parent
 PRESET = {"language": "wikitext2-tiny", "image": "cifar10-tiny", "states": "cifar10-tiny"}
-UPDATES = {"language": 1500, "image": 1560, "states": 390}
+UPDATES = {"language": 500, "image": 780, "states": 390}
+FOR_ALL = {
+    # half a million tokens; a quarter of the validation and of the test set
+    "language": {"batch": 16, "vocabulary": 4096, "evaluation_batches": 64, "evaluate_every": 250},
+    "image": {"evaluate_every": 390},
+    "states": {"evaluate_every": 390, "log_every": 1},
+}
 EVALUATIONS = (2, 4, 6, 8, 12)
 ROW = (
     "study", "label", "seed", "updates", "parameters", "metric", "validation", "test", "best_validation", "loss",
@@ -43,8 +49,8 @@ CURVE = ("study", "label", "seed", "update", "loss", "evaluation_loss", "metric"
 
 
 def language_variants():
-    settings, training = PRESETS["wikitext2-tiny"].settings, PRESETS["wikitext2-tiny"].training
-    vocabulary = training.vocabulary + 1
+    settings = PRESETS["wikitext2-tiny"].settings
+    vocabulary = FOR_ALL["language"]["vocabulary"] + 1
     shape = {"vocabulary": vocabulary, **{key: settings[key] for key in ("d", "heads", "length", "dropout")}}
     with torch.device("meta"):
         parameters = count_parameters(PRESETS["wikitext2-tiny"].build(vocabulary=vocabulary))
@@ -52,10 +58,9 @@ def language_variants():
         yield f"reversible, {evaluations} evaluations", {"steps": evaluations // 2}
     for evaluations in (12, 30):
         yield f"classical, {evaluations} evaluations", {"solver": "torchdeq", "evaluations": evaluations}
-    for depth in (1, 2):
-        with torch.device("meta"):
-            hidden = Transformer.sized(parameters, depth=depth, **shape).hidden
-        yield f"transformer, {depth} layers", {"model": "transformer", "depth": depth, "hidden": hidden}
+    with torch.device("meta"):
+        hidden = Transformer.sized(parameters, depth=2, **shape).hidden
+    yield "transformer, 2 layers", {"model": "transformer", "depth": 2, "hidden": hidden}
 
 
 def image_variants():
@@ -80,9 +85,7 @@ VARIANTS = {"language": language_variants, "image": image_variants, "states": st
 
 
 def command(study, changes, seed, updates, folder, out):
-    settings = {**changes, "seed": seed, "updates": updates, "epochs": 10**6}
-    if study == "states":
-        settings["log_every"] = 1
+    settings = {**FOR_ALL[study], **changes, "seed": seed, "updates": updates, "epochs": 10**6}
     words = ["-m", "revdeq", "train", PRESET[study], "--data", str(folder), "--out", str(out), "--resume"]
     for key, value in settings.items():
         words += ["--set", f"{key}={value}".replace(" ", "")]
