@@ -11,8 +11,7 @@ demo: .venv/installed
 	$(BIN)/python -m revdeq demo
 
 bench: .venv/installed
-	$(BIN)/python -m pytest bench -q --benchmark-disable-gc
-	$(BIN)/python bench/step.py
+	$(BIN)/python bench/run.py $(if $(ONLY),--only $(ONLY)) $(if $(QUICK),--quick)
 
 lint: .venv/installed
 	$(BIN)/ruff check

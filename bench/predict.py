@@ -1,0 +1,73 @@
+"""Predictions, not measurements: what the half-steps would take on GPUs if they ran at the published rates.
+
+    python bench/predict.py
+
+The bytes and the float64 instructions per element are counted in the kernels' machine code, compiled for each GPU here.
+The slower of the two decides. That a kernel reaches the full bandwidth is an assumption: a copy reaches some nine tenths
+of it. What `make bench` measures on a GPU replaces this.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from table import Table
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import gpu_targets
+
+ELEMENTS = 2**24
+GPUS = {
+    "T4": ("sm_75", 320e9, 0.127e12),
+    "A100 80 GB SXM": ("sm_80", 2039e9, 4.85e12),
+    "RTX 4090": ("sm_89", 1008e9, 0.645e12),
+    "H100 SXM": ("sm_90", 3350e9, 17e12),
+    "B200": ("sm_100", 8000e9, 20e12),
+    "MI300X": ("gfx942", 5300e9, 40.8e12),
+}
+"""Bytes and float64 instructions per second, from the data sheets, which count a multiply-add as two operations."""
+KERNELS = ("relax", "invert_adjoint", "exact relax", "exact invert_adjoint")
+
+
+def per_element(kernel, target):
+    """Bytes moved, and float64 instructions."""
+    from budgets import BUDGETS, LAUNCHES
+    from machine_code import statistics
+
+    with gpu_targets.compiling(gpu_targets.TARGETS[target]) as compiled:
+        LAUNCHES[kernel]()
+    found, elements = statistics(compiled[0]), 2 * BUDGETS[kernel].rows
+    moved = sum(width * count for (_, width), count in found.accesses.items())
+    alarms = sum(BUDGETS[kernel].alarm) * elements if target.startswith("gfx") else 0  # stores that are masked off
+    return (moved - alarms) / elements, found.float64 / elements
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", type=Path, help="the CSV to add the predictions to")
+    parser.add_argument("--quick", action="store_true", help="the H100 only")
+    arguments = parser.parse_args()
+    if gpu_targets.missing:
+        print(f"No predictions: {gpu_targets.missing}")
+        return
+    table = Table(arguments.table) if arguments.table else None
+    print(f"\nPREDICTED, at the published rates, 2^{ELEMENTS.bit_length() - 1} elements, f in float32")
+    print(f"  {'':18}{'bandwidth':>12}" + "".join(f"{kernel:>24}" for kernel in KERNELS))
+    for gpu, (target, bandwidth, float64_rate) in GPUS.items():
+        if arguments.quick and gpu != "H100 SXM":
+            continue
+        cells = []
+        for kernel in KERNELS:
+            moved, float64 = per_element(kernel, target)
+            seconds = ELEMENTS * max(moved / bandwidth, float64 / float64_rate)
+            cells.append(f"{moved:g} B, {seconds * 1e6:.0f} us")
+            if table:
+                table.add(
+                    f"predicted {kernel}", gpu, ELEMENTS, "predicted seconds", [seconds],
+                    bytes_moved=round(ELEMENTS * moved),
+                )  # fmt: skip
+        print(f"  {gpu:18}{bandwidth / 1e9:7.0f} GB/s" + "".join(f"{cell:>24}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()
