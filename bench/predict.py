@@ -3,8 +3,8 @@
     python bench/predict.py
 
 The bytes and the float64 instructions per element are counted in the kernels' machine code, compiled for each GPU here.
-The slower of the two decides. That a kernel reaches the full bandwidth is an assumption: a copy reaches some nine tenths
-of it. What `make bench` measures on a GPU replaces this.
+The slower of the two decides. That a kernel reaches the full bandwidth is an assumption: a copy reaches nine tenths of
+it or so. What `make bench` measures on a GPU replaces this.
 """
 
 import argparse
