@@ -46,17 +46,18 @@ def machine(numbers):
 def half_step(numbers):
     exponents = (12, 16, 20, 22, 24)
     rows = []
-    for direction in ("forward", "backward"):
-        for label, provider in (
-            ("unfused PyTorch", "unfused"),
-            ("unfused, in place", "unfused, in place"),
-            ("torch.compile", "torch.compile"),
-            ("a copy of the same bytes", "copy"),
-            ("the exact state", "fused, exact state"),
-        ):
-            ratios = [numbers.ratio(f"{direction} half-step", provider, "fused", 2**k) for k in exponents]
-            rows.append([f"{direction}, over {label}", *(f"{r:.1f}x" for r in ratios)])
-    return markdown(["times faster", *(f"2^{k}" for k in exponents)], rows)
+    for label, direction, provider in (
+        ("forward: faster than unfused PyTorch", "forward", "unfused"),
+        ("faster than `torch.compile` of it", "forward", "torch.compile"),
+        ("faster than a copy of the same bytes", "forward", "copy"),
+        ("backward: faster than unfused PyTorch", "backward", "unfused"),
+        ("faster than `torch.compile` of it", "backward", "torch.compile"),
+        ("faster than the exact state, forward", "forward", "fused, exact state"),
+        ("faster than the exact state, backward", "backward", "fused, exact state"),
+    ):
+        ratios = [numbers.ratio(f"{direction} half-step", provider, "fused", 2**k) for k in exponents]
+        rows.append([label, *(f"{r:.1f}x" for r in ratios)])
+    return markdown(["half-step, float32 f; elements:", *(f"2^{k}" for k in exponents)], rows)
 
 
 def whole_step(numbers, n=8):

@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 State = list[Tensor]
 
-_engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+_engine = torch.autograd.Variable._execution_engine
 
 
 class Evaluation:
