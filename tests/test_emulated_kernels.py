@@ -67,6 +67,11 @@ def covering(operations):
     ]
 
 
+def one_of(gpus):
+    """In the middle, or all."""
+    return [pytest.param(name, marks=[] if i == 1 else pytest.mark.full) for i, name in enumerate(gpus)]
+
+
 def sizes(rows):
     """Some chunks; and one and a tail that ends in each of the two registers of each row, in threads of all warps."""
     yield 3 * rows * reference.LANES
@@ -85,6 +90,35 @@ def test_ptx_gives_the_bits_of_the_reference(operation, gpu_name, f_dtype, copy_
         for n in sizes(rows):
             case = tensors((n,), f_dtype, copy_dtype, "cpu")
             compare(run(gpu.HalfStep, operation, *case, BETA), run(reference.HalfStep, operation, *case, BETA))
+
+
+class LastElements(torch.Tensor):
+    """Of a tensor that has 2^31 more in front of them."""
+
+    def numel(self):
+        return 2**31 + super().numel()
+
+
+@pytest.mark.parametrize("gpu_name", one_of(GPUS))
+@pytest.mark.parametrize("state", ["float64", "exact"])
+@pytest.mark.parametrize("operation", ["relax", "invert_adjoint"])
+def test_ptx_finds_elements_beyond_32_bits(operation, state, gpu_name):
+    if state == "float64":
+        before, f, copy, adjoint, vjp = tensors((1500,), torch.float32, torch.float32, "cpu")
+        settings, classes = (BETA,), (reference.HalfStep, gpu.HalfStep)
+    else:
+        f, copy, adjoint, vjp = (torch.randn(1500) for _ in range(4))
+        before, settings = exact.encode(torch.randn(1500), Radix.nearest(BETA, 24)), (Radix.nearest(BETA, 24), 4)
+        classes = exact.HalfStep, gpu_exact.HalfStep
+    results = []
+    for half_step, kind in zip(classes, (torch.Tensor, LastElements), strict=True):
+        left = [x.clone() for x in (before, copy, adjoint)]
+        step = half_step(left[0].as_subclass(kind), left[1], *settings)
+        step.done = 1
+        with emulating(TARGETS[gpu_name], last=2, before=2**31):
+            getattr(step, operation)(f, *((left[2], vjp) if operation == "invert_adjoint" else ()))
+        results.append(left)
+    compare(*results)
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.75, 2 / 3, 1.5, 1.9])
@@ -161,7 +195,7 @@ def test_ptx_raises_the_alarm_for_a_state_that_leaves_its_range():
     assert (step.alarm.view(torch.float32) == 127.0).all(), "every lane, from more than one program"
 
 
-@pytest.mark.parametrize("gpu_name", GPUS)
+@pytest.mark.parametrize("gpu_name", one_of(GPUS))
 def test_tensors_may_begin_anywhere(gpu_name):
     """Off by one element, nothing is known about the alignment, and accesses are narrow."""
     for operation in ("relax", "invert_adjoint"):
@@ -172,35 +206,6 @@ def test_tensors_may_begin_anywhere(gpu_name):
         with emulated(gpu_name):
             getattr(gpu.HalfStep(state, copy, BETA), operation)(f, *extra)
         compare([state, copy, adjoint], expected)
-
-
-class LastElements(torch.Tensor):
-    """Of a tensor that has 2^31 more in front of them."""
-
-    def numel(self):
-        return 2**31 + super().numel()
-
-
-@pytest.mark.parametrize("gpu_name", GPUS)
-@pytest.mark.parametrize("state", ["float64", "exact"])
-@pytest.mark.parametrize("operation", ["relax", "invert_adjoint"])
-def test_ptx_finds_elements_beyond_32_bits(operation, state, gpu_name):
-    if state == "float64":
-        before, f, copy, adjoint, vjp = tensors((1500,), torch.float32, torch.float32, "cpu")
-        settings, classes = (BETA,), (reference.HalfStep, gpu.HalfStep)
-    else:
-        f, copy, adjoint, vjp = (torch.randn(1500) for _ in range(4))
-        before, settings = exact.encode(torch.randn(1500), Radix.nearest(BETA, 24)), (Radix.nearest(BETA, 24), 4)
-        classes = exact.HalfStep, gpu_exact.HalfStep
-    results = []
-    for half_step, kind in zip(classes, (torch.Tensor, LastElements), strict=True):
-        left = [x.clone() for x in (before, copy, adjoint)]
-        step = half_step(left[0].as_subclass(kind), left[1], *settings)
-        step.done = 1
-        with emulating(TARGETS[gpu_name], last=2, before=2**31):
-            getattr(step, operation)(f, *((left[2], vjp) if operation == "invert_adjoint" else ()))
-        results.append(left)
-    compare(*results)
 
 
 def solve(**settings):
