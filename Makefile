@@ -4,8 +4,9 @@ BIN := .venv/bin
 
 .PHONY: test demo bench lint mutants clean
 
+# Two processes of one thread each: threads that wait for each other spin, and would slow both down.
 test: .venv/installed
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 demo: .venv/installed
 	$(BIN)/python -m revdeq demo

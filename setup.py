@@ -59,7 +59,7 @@ setup(
     install_requires=["torch>=2.6", 'triton>=3.2; platform_system == "Linux" and platform_machine == "x86_64"'],
     extras_require={
         "demo": ["matplotlib", "scikit-learn", "tqdm"],
-        "test": ["hypothesis", "numpy", "pytest", "pytest-benchmark"],
+        "test": ["hypothesis", "numpy", "pytest", "pytest-benchmark", "pytest-xdist"],
         "torchdeq": ["torchdeq"],
         "train": ["matplotlib", "numpy", "tiktoken", "tqdm"],
         "lint": ["mypy", "ruff"],

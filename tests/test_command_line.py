@@ -1,5 +1,6 @@
 """python -m revdeq, and the package as it is imported from its repository."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def test_a_plot_that_cannot_be_written_is_an_error_before_the_training(monkeypat
 
 
 def test_missing_extras_are_named_before_the_training(monkeypatch, capsys):
-    monkeypatch.setattr(__main__.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert run(monkeypatch, "demo") == 1
     assert "The demo needs matplotlib, sklearn, tqdm: pip install 'revdeq[demo]'" in capsys.readouterr().err
 

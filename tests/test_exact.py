@@ -8,7 +8,7 @@ from torch import nn
 
 import revdeq
 from revdeq.baselines import stored_graph
-from revdeq.kernels import exact
+from revdeq.kernels import cpu, exact
 from revdeq.kernels.exact import Radix
 from revdeq.models import ConvBlock, TransformerBlock
 
@@ -59,6 +59,22 @@ def roundtrip(
     back.invert(fs[0])
     assert torch.equal(state, start), "the way back ends where the way there began"
     return [x.cpu() for x in (*left, copy, adjoint, maxima)]
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_threads_change_no_bit(norms):
+    if cpu.library is None:
+        pytest.skip("the C kernel was not built: no C compiler")
+    radix, settings = Radix.nearest(0.6, 24), {"n": 2**15 + 77, "half_steps": 12, "norms": norms}  # past a spill
+    expected = roundtrip(exact.HalfStep, radix, torch.device("cpu"), **settings)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            ours = roundtrip(cpu.ExactHalfStep, radix, torch.device("cpu"), **settings)
+            assert all(map(torch.equal, ours, expected))
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("norms", [False, True])

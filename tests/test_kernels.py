@@ -64,6 +64,23 @@ OPERATIONS = ("relax", "relax_norms", "invert", "invert_adjoint", "invert_compar
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
+def test_threads_change_no_bit(operation):
+    """Above 2^15 elements, the C kernel shares its chunks among threads."""
+    if cpu.library is None:
+        pytest.skip("the C kernel was not built: no C compiler")
+    case = tensors((2**16 + 131,), torch.float32, torch.float32, torch.device("cpu"))
+    expected = run(reference.HalfStep, operation, *case, BETA)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for result, reference_result in zip(run(cpu.HalfStep, operation, *case, BETA), expected, strict=True):
+                same_bits(result, reference_result)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(("f_dtype", "copy_dtype"), [*itertools.product(DTYPES, DTYPES)])
 def test_bits_equal_the_reference_for_every_pair_of_dtypes(half_step, operation, f_dtype, copy_dtype):
     half_step, device = half_step
