@@ -135,24 +135,23 @@ class Integers:
 
     def _judge_start(self, bits: Tensor) -> None:
         if bits:
-            raise OverflowError(f"z0 does not fit the exact state: {self._trouble(int(bits))}")
+            raise self._error("z0 does not fit the exact state", "it", int(bits))
 
     def _judge(self, bits: Tensor, first_step: int) -> None:
         for i, value in enumerate(bits.tolist()):
             if value:
-                trouble = self._trouble(value)
-                kind = FloatingPointError if "finite" in trouble else OverflowError
-                raise kind(f"the exact state was left in step {first_step + i}: {trouble}")
+                raise self._error(f"the exact state was left in step {first_step + i}", "f", value)
 
-    def _trouble(self, bits: int) -> str:
+    def _error(self, what: str, culprit: str, bits: int) -> ArithmeticError:
+        """For a magnitude, given by its bits, that is too large."""
         (size,) = struct.unpack("<f", struct.pack("<i", bits))
-        bits_used = self.radix.fraction_bits
         if not math.isfinite(size):
-            return "f is not finite; try a smaller beta, or an f that contracts"
+            return FloatingPointError(f"{what}: {culprit} is not finite; try a smaller beta, or an f that contracts")
+        bits_used = self.radix.fraction_bits
         needed = max(1, 30 - max(0, math.frexp(max(size, 2.0 ** (31 - bits_used)))[1]))
-        return (
-            f"with f at {size:.3g}, where {bits_used} fraction bits hold magnitudes below {2.0 ** (31 - bits_used):g}; "
-            f"use state=revdeq.Exact(fraction_bits={needed}), or an f that is normalised"
+        return OverflowError(
+            f"{what}: {culprit} has a magnitude of {size:.3g}, where {bits_used} fraction bits hold those below "
+            f"{2.0 ** (31 - bits_used):g}; use state=revdeq.Exact(fraction_bits={needed}), or an f that is normalised"
         )
 
 
