@@ -45,6 +45,7 @@ ROW = (
     "study", "label", "seed", "updates", "parameters", "metric", "validation", "test", "best_validation", "loss",
     "evaluations", "residual", "seconds", "torch", "machine", "command",
 )  # fmt: skip
+MADE = "<!-- From here on made of runs.csv by python bench/evidence.py DIR --report -->"
 CURVE = ("study", "label", "seed", "update", "loss", "evaluation_loss", "metric")
 
 
@@ -160,7 +161,7 @@ def report(results):
     from matplotlib.figure import Figure
 
     rows, curves = table(results / "runs.csv"), table(results / "curves.csv")
-    lines = ["Made by `python bench/evidence.py DIR --report` of `runs.csv`; ± is the deviation between seeds.", ""]
+    lines = [MADE, "", "± is the deviation between seeds.", ""]
     for study in VARIANTS:
         ours = [row for row in rows if row["study"] == study]
         if not ours:
@@ -199,7 +200,9 @@ def report(results):
         for axes in (loss, final):
             axes.grid(alpha=0.3)
         figure.savefig(results / f"{study}.png", dpi=120)
-    (results / "README.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    page = results / "README.md"
+    written = page.read_text(encoding="utf-8").partition(MADE)[0] if page.exists() else ""
+    page.write_text(written + "\n".join(lines).rstrip() + "\n", encoding="utf-8")
     print("\n".join(lines))
 
 
