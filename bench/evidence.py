@@ -33,11 +33,11 @@ from revdeq.presets import PRESETS, Preset
 
 HERE = Path(__file__).parent
 PRESET = {"language": "wikitext2-tiny", "image": "cifar10-tiny", "states": "cifar10-tiny"}
-UPDATES = {"language": 500, "image": 468, "states": 390}
+UPDATES = {"language": 300, "image": 312, "states": 390}
 FOR_ALL = {
-    # half a million tokens; a quarter of the validation and of the test set
+    # 300,000 tokens; a quarter of the validation and of the test set
     "language": {"batch": 16, "vocabulary": 4096, "evaluation_batches": 64, "evaluate_every": 250},
-    "image": {"evaluate_every": 234},
+    "image": {"evaluate_every": 156},
     "states": {"evaluate_every": 390, "log_every": 1},
 }
 EVALUATIONS = (2, 4, 6, 8, 12)
