@@ -19,7 +19,7 @@ from bugs import BUGS, Bug
 REPOSITORY = Path(__file__).parents[2]
 
 INTERPRETED = {
-    "kernels/gpu.py": ["tests/test_kernels.py", "-k", "triton and every_pair"],
+    "kernels/gpu.py": ["tests/test_kernels.py", "-k", "triton and (every_pair or every_beta)"],
     "kernels/gpu_exact.py": ["tests/test_exact.py", "-k", "triton and (every or alarm)"],
 }
 

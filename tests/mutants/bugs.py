@@ -105,6 +105,6 @@ BUGS = (
     bug("always divided", "gpu.py", "1 / a if math.frexp(a)[0] in (0.5, -0.5) else None", "None"),
     bug("full chunks masked", "gpu.py", "row * LANES + o_lane, None, A, BETA)",
         "row * LANES + o_lane, row * LANES + o_lane < n - start, A, BETA)"),
-    bug("float64 for the exact state", "gpu_exact.py", "b_scaled = b_f.to(tl.float32) * SCALE",
-        "b_scaled = (b_f.to(tl.float64) * SCALE).to(tl.float32)"),
+    bug("float64 for the exact state", "gpu_exact.py", "(b_next - b_y).to(tl.float32) * UNIT",
+        "((b_next - b_y).to(tl.float64) * UNIT).to(tl.float32)"),
 )  # fmt: skip
