@@ -1,6 +1,6 @@
 """An equilibrium layer in an existing CNN: its middle, a stack of blocks, becomes one block and its fixed point.
 
-    python -m revdeq.examples.cnn
+python -m revdeq.examples.cnn
 """
 
 import torch

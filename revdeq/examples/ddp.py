@@ -1,7 +1,9 @@
 """Training an equilibrium model in several processes, each with its share of every batch: nothing is special about it.
 
-    torchrun --nproc-per-node 2 -m revdeq.examples.ddp
+torchrun --nproc-per-node 2 -m revdeq.examples.ddp
 """
+
+import os
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ def classifier(channels: int = 16) -> nn.Module:
 
 
 def main() -> None:
-    gpu = torch.cuda.is_available()
+    gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     dist.init_process_group("nccl" if gpu else "gloo")
     device = torch.device("cuda", dist.get_node_local_rank()) if gpu else torch.device("cpu")
     if gpu:
@@ -36,7 +38,7 @@ def main() -> None:
     torch.manual_seed(dist.get_rank())  # DDP sends the parameters of the first process to the others
     model = DistributedDataParallel(classifier().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for epoch in range(4):
+    for epoch in range(3):
         sampler.set_epoch(epoch)
         for images, labels in loader:
             loss = F.cross_entropy(model(images.to(device)), labels.to(device))

@@ -1,10 +1,12 @@
 """An equilibrium graph neural network, which sees as far as it iterates, in the memory of one evaluation.
 
-The nodes are scikit-learn's digits, and each reads from its five nearest neighbours. A few carry their label; the others
-have no features at all, so that whatever is known about them has come over the links.
+The nodes are scikit-learn's digits, and each reads from its five nearest neighbours. A few carry their label; the
+others have no features at all, so that whatever is known about them has come over the links.
 
     python -m revdeq.examples.graph
 """
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +70,7 @@ def main() -> None:
     for n in (1, 2, 4, 8, 16):
         torch.manual_seed(0)
         accuracy = train(GraphNetwork(neighbours, n), labels, known)
-        memory = peak_memory(lambda n=n: train(GraphNetwork(neighbours, n), labels, known, updates=1), device)
+        memory = peak_memory(partial(train, GraphNetwork(neighbours, n), labels, known, updates=1), device)
         print(f"{n:7}  {2 * n:4}  {accuracy:22.1%}  {memory / 2**20:19.1f} MiB", flush=True)
 
 
