@@ -263,7 +263,7 @@ def test_values_out_of_range_are_errors_with_the_step_and_the_remedy():
     torch.testing.assert_close(roomy.z, torch.full((3,), 150.0), rtol=0.01, atol=0)
     with pytest.raises(FloatingPointError, match="left in step 1: f is not finite"):
         revdeq.solve(lambda z: z / 0, torch.zeros(3), state="exact")
-    with pytest.raises(OverflowError, match="z0 does not fit the exact state: with f at 500|z0 does not fit"):
+    with pytest.raises(OverflowError, match="z0 does not fit the exact state: with z0 at 500, where"):
         revdeq.solve(torch.cos, torch.full((3,), 500.0), state="exact")
 
 
