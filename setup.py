@@ -64,7 +64,7 @@ setup(
         "train": ["matplotlib", "numpy", "tiktoken", "tqdm"],
         "lint": ["mypy", "ruff"],
     },
-    packages=["revdeq", "revdeq.data", "revdeq.kernels", "revdeq.models"],
+    packages=["revdeq", "revdeq.data", "revdeq.examples", "revdeq.kernels", "revdeq.models"],
     package_dir={"revdeq": "revdeq", "revdeq.kernels": "kernels"},
     package_data={"revdeq": ["py.typed"], "revdeq.kernels": ["cpu.c"]},
     ext_modules=[Extension("revdeq.kernels._cpu", ["kernels/cpu.c"], optional=True)],

@@ -217,14 +217,17 @@ class Evaluation:
                 continue
             name = "f's output" if len(outputs) == 1 else f"f's output (leaf {i} of {len(outputs)})"
             if not isinstance(out, Tensor):
-                raise TypeError(f"{name} is a {type(out).__name__}: it must be a tensor of shape {tuple(x.shape)}")
+                kind = type(out).__name__
+                raise TypeError(f"{name} is of type {kind}: it must be a tensor of shape {tuple(x.shape)}")
             if out.shape != x.shape:
                 raise ValueError(f"{name} has shape {tuple(out.shape)}: it must be shaped like z0, {tuple(x.shape)}")
             if out.device != x.device:
                 raise ValueError(f"{name} is on {out.device}: it must be where z0 is, on {x.device}")
             if out.layout != torch.strided:
                 raise TypeError(f"{name} has layout {out.layout}: it must be dense; use to_dense()")
-            raise TypeError(f"{name} is {out.dtype}: it must be float32, float64, bfloat16 or float16")
+            raise TypeError(
+                f"{name} is {out.dtype}: it must be float32, float64, bfloat16 or float16; convert it inside f"
+            )
         return outputs
 
     def _flattened_like_state(self, result: Any) -> tuple[State, bool]:

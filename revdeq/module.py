@@ -65,5 +65,5 @@ class RevDEQ(nn.Module):
 
 def _zeros_like(x: Any) -> Tensor:
     if not isinstance(x, Tensor):
-        raise TypeError(f"x is a {type(x).__name__}: where it is not a tensor, pass z0, the state to start from")
+        raise TypeError(f"x is of type {type(x).__name__}: where it is not a tensor, pass z0, the state to start from")
     return torch.zeros_like(x, requires_grad=False)

@@ -135,23 +135,23 @@ class Integers:
 
     def _judge_start(self, bits: Tensor) -> None:
         if bits:
-            raise self._error("z0 does not fit the exact state", "it", int(bits))
+            raise self._error(int(bits), "z0 does not fit the exact state", "z0", "start from finite numbers")
 
     def _judge(self, bits: Tensor, first_step: int) -> None:
         for i, value in enumerate(bits.tolist()):
             if value:
-                raise self._error(f"the exact state was left in step {first_step + i}", "f", value)
+                what = f"the exact state was left in step {first_step + i}"
+                raise self._error(value, what, "f", "try a smaller beta, or an f that contracts")
 
-    def _error(self, what: str, culprit: str, bits: int) -> ArithmeticError:
-        """For a magnitude, given by its bits, that is too large."""
+    def _error(self, bits: int, what: str, name: str, if_not_finite: str) -> ArithmeticError:
         (size,) = struct.unpack("<f", struct.pack("<i", bits))
         if not math.isfinite(size):
-            return FloatingPointError(f"{what}: {culprit} is not finite; try a smaller beta, or an f that contracts")
-        bits_used = self.radix.fraction_bits
-        needed = max(1, 30 - max(0, math.frexp(max(size, 2.0 ** (31 - bits_used)))[1]))
+            return FloatingPointError(f"{what}: {name} is not finite; {if_not_finite}")
+        fraction_bits, limit = self.radix.fraction_bits, 2.0 ** (31 - self.radix.fraction_bits)
+        needed = max(1, 30 - max(0, math.frexp(max(size, limit))[1]))
         return OverflowError(
-            f"{what}: {culprit} has a magnitude of {size:.3g}, where {bits_used} fraction bits hold those below "
-            f"{2.0 ** (31 - bits_used):g}; use state=revdeq.Exact(fraction_bits={needed}), or an f that is normalised"
+            f"{what}: with {name} at {size:.3g}, where {fraction_bits} fraction bits hold magnitudes below {limit:g}; "
+            f"use state=revdeq.Exact(fraction_bits={needed}), or normalise {name}"
         )
 
 

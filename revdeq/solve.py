@@ -197,13 +197,13 @@ def checked_state(z0: Any) -> tuple[list[Tensor], Any]:
     """The tensors of z0, and its structure."""
     paths, spec = tree_flatten_with_path(z0)
     if not paths:
-        raise ValueError(f"z0 = {z0!r} has no tensor in it")
+        raise ValueError(f"z0 = {z0!r} has no tensor in it: pass a tensor, or a tuple, list or dict of tensors")
     leaves = []
     for path, x in paths:
         name = f"z0{keystr(path)}"
         if not isinstance(x, Tensor):
             raise TypeError(
-                f"{name} is a {type(x).__name__}: it must be a tensor (or a tuple, list or dict of tensors)"
+                f"{name} is of type {type(x).__name__}: it must be a tensor (or a tuple, list or dict of tensors)"
             )
         if x.dtype not in DTYPES:
             remedy = f"torch.view_as_real({name})" if x.is_complex() else f"{name}.float()"

@@ -115,7 +115,9 @@ class DEQReversible(DEQBase):
                 )
         if sradius_mode:
             if isinstance(solution.z, tuple):
-                raise TypeError("sradius_mode needs a state of one tensor")
+                raise TypeError(
+                    f"sradius_mode = True needs a state of one tensor, not of {len(solution.z)}: leave it out"
+                )
             info["sradius"] = self._sradius(f, solution.z.detach().clone())
         return info
 

@@ -92,7 +92,9 @@ def _saved(last: Path, preset: Preset, resume: bool) -> dict[str, Any] | None:
         raise CheckpointError(f"{last} is there already: continue it with --resume, or choose another --out")
     saved = checkpoint.load(last)
     if "optimizer" not in saved:
-        raise CheckpointError(f"{last} has weights only, as best.pt does: there is nothing to continue from")
+        raise CheckpointError(
+            f"{last} has weights only, as best.pt does: there is nothing to continue from; choose another --out"
+        )
     before, now = Preset.from_dict(saved["preset"]).flat(), preset.flat()
     if before != now:
         keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]

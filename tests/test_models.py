@@ -487,7 +487,7 @@ def test_a_block_of_ones_own():
 def test_bad_arguments():
     for model, settings, message in [
         (SingleScale, {"channels": 0}, "channels = 0 must be an integer of at least 1"),
-        (SingleScale, {"channels": 56}, "channels = 56 cannot be split into 3 groups.*multiple of 16"),
+        (SingleScale, {"channels": 56}, r"56 channels \(.*\) cannot be split into 3 groups.*multiple of 16"),
         (SingleScale, {"steps": 0}, "steps = 0 must be an integer of at least 1"),
         (SingleScale, {"classes": 2.5}, "classes = 2.5 must be an integer"),
         (SingleScale, {"beta": 1}, "beta = 1 must lie in"),

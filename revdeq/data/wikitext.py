@@ -49,7 +49,10 @@ class WikiText:
         self.vocabulary: Vocabulary = vocabulary
         for split, found in self.tokens.items():
             if len(found) < 2 * length:
-                raise DataError(f"{place}'s {split} has {len(found):,} tokens, too few for sequences of {length}")
+                raise DataError(
+                    f"{place}'s {split} has {len(found):,} tokens, too few for sequences of {length}: set a smaller "
+                    "length"
+                )
         self.device = torch.device("cpu")
 
     @property

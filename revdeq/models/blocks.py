@@ -121,8 +121,8 @@ def group_norm(channels: int) -> nn.GroupNorm:
     groups = max(1, channels // CHANNELS_PER_GROUP)
     if channels % groups:
         raise ValueError(
-            f"channels = {channels} cannot be split into {groups} groups for GroupNorm: use a multiple of "
-            f"{CHANNELS_PER_GROUP}, or fewer than {2 * CHANNELS_PER_GROUP}"
+            f"{channels} channels (channels, or width times channels) cannot be split into {groups} groups for "
+            f"GroupNorm: use a multiple of {CHANNELS_PER_GROUP}, or fewer than {2 * CHANNELS_PER_GROUP}"
         )
     return nn.GroupNorm(groups, channels)
 

@@ -1,0 +1,57 @@
+"""The examples run as their docstrings say, and show what they claim."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'revdeq[demo]'")
+
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
+
+
+def run(example, *launcher):
+    """The numbers in each line that an example prints."""
+    command = [sys.executable, "-W", "error", *launcher, "-m", f"revdeq.examples.{example}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert result.returncode == 0, result.stderr
+    return [[float(n.replace(",", "")) for n in NUMBER.findall(line)] for line in result.stdout.splitlines()]
+
+
+def test_an_equilibrium_in_a_cnn_has_a_third_of_the_parameters_and_is_about_as_accurate():
+    (blocks, accuracy), (fewer, with_equilibrium) = run("cnn")
+    assert fewer < 0.4 * blocks
+    assert accuracy > 95
+    assert with_equilibrium > 94
+
+
+def test_swapping_the_solver_of_torchdeq_makes_the_gradient_exact():
+    pytest.importorskip("torchdeq", reason="torchdeq is not installed: pip install 'revdeq[torchdeq]'")
+    _, implicit, reversible = run("swap_torchdeq")
+    assert min(implicit[0], reversible[0]) > 88
+    assert reversible[2] < reversible[3] / 2
+    assert reversible[1] == 2 * 16 + 1  # once more in the backward pass, and once for torchdeq's statistics
+    assert implicit[-1] > 1e-3
+    assert reversible[-1] < 1e-6
+
+
+def test_processes_under_torchrun_keep_equal_parameters():
+    dist = pytest.importorskip("torch.distributed")
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("needs torch with gloo")
+    (processes,), (accuracy,) = run("ddp", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    assert processes == 2
+    assert accuracy > 90
+
+
+def test_a_graph_network_is_right_once_it_looks_far_enough():
+    _, _, _, *rows = run("graph")
+    steps, hops, accuracy, memory = zip(*rows, strict=True)
+    assert steps == (1, 2, 4, 8, 16)
+    assert hops == tuple(2 * n for n in steps)
+    assert accuracy[0] < 30
+    assert min(accuracy[2:]) > 75
+    assert memory[-1] < 1.3 * memory[0]  # the exact state puts some bytes aside
