@@ -332,18 +332,28 @@ CLONES static int step_by_doubles(int64_t *state, const int32_t *f, int32_t *y, 
 #define AVX2 __attribute__((target("avx2")))
 
 /* The same with AVX2's product of the low halves of 64-bit lanes, which takes half the time and which no compiler
- * finds by itself. n is a multiple of 8; the flags are constant where this is called. */
-AVX2 INLINE int step_by_avx2(int64_t *state, const int32_t *f, int32_t *y, int64_t n, radix radix,
-                             const int divide_first, const int divide_last, const int may_overflow) {
+ * finds by itself. n is a multiple of 8, and the flags are constant where this is called. With `floats`, f and copy
+ * are float32 and converted on the way, in float32: an f that does not fit becomes -2^31, which is not an f. */
+AVX2 INLINE int step_by_avx2(int64_t *state, const void *f, int32_t *y, float *copy, int64_t n, radix radix, float unit,
+                             const int floats, const int divide_first, const int divide_last, const int may_overflow) {
     const __m256i from = _mm256_set1_epi64x(radix.from), to = _mm256_set1_epi64x(radix.to);
     const __m256i factor = _mm256_set1_epi64x(radix.sign * radix.from), weight = _mm256_set1_epi64x(radix.weight);
     const __m256i sign = _mm256_set1_epi64x(radix.sign), lowest = _mm256_castpd_si256(_mm256_set1_pd(ROUND - 0x1p31));
     const __m256d inverse_from = _mm256_set1_pd(1.0 / radix.from), inverse_to = _mm256_set1_pd(1.0 / radix.to);
     const __m256d offset_from = _mm256_set1_pd(OFFSET(radix.from)), offset_to = _mm256_set1_pd(OFFSET(radix.to));
     const __m256d round = _mm256_set1_pd(ROUND), two_52 = _mm256_set1_pd(0x1p52);
-    __m256i outside = _mm256_setzero_si256();
+    const __m256i no_number = _mm256_set1_epi32(INT32_MIN);
+    __m256i outside = _mm256_setzero_si256(), bad = _mm256_setzero_si256();
     for (int64_t i = 0; i < n; i += 8) {
-        __m256i eight = _mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i *)(f + i)), 0xD8), next[2];
+        __m256i eight, next[2];
+        if (floats) {
+            __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps((const float *)f + i), _mm256_set1_ps(1 / unit));
+            eight = _mm256_cvtps_epi32(scaled);
+            bad = _mm256_or_si256(bad, _mm256_cmpeq_epi32(eight, no_number));
+        } else {
+            eight = _mm256_loadu_si256((const __m256i *)((const int32_t *)f + i));
+        }
+        eight = _mm256_permute4x64_epi64(eight, 0xD8);
         for (int half = 0; half < 2; half++) {
             __m256i *p = (__m256i *)(state + i + 4 * half), word = _mm256_loadu_si256(p), rest = word;
             __m256i four = half ? _mm256_unpackhi_epi32(eight, eight) : _mm256_unpacklo_epi32(eight, eight);
@@ -370,28 +380,41 @@ AVX2 INLINE int step_by_avx2(int64_t *state, const int32_t *f, int32_t *y, int64
             _mm256_storeu_si256(p, _mm256_blend_epi32(_mm256_slli_epi64(next[half], 32), remainder, 0x55));
         }
         __m256 low_halves = _mm256_shuffle_ps(_mm256_castsi256_ps(next[0]), _mm256_castsi256_ps(next[1]), 0x88);
-        _mm256_storeu_si256((__m256i *)(y + i), _mm256_permute4x64_epi64(_mm256_castps_si256(low_halves), 0xD8));
+        eight = _mm256_permute4x64_epi64(_mm256_castps_si256(low_halves), 0xD8);
+        _mm256_storeu_si256((__m256i *)(y + i), eight);
+        if (floats && copy)
+            _mm256_storeu_ps(copy + i, _mm256_mul_ps(_mm256_cvtepi32_ps(eight), _mm256_set1_ps(unit)));
     }
-    return !_mm256_testz_si256(outside, _mm256_set1_epi64x((long long)0xFFFFFFFF00000000));
+    return !_mm256_testz_si256(outside, _mm256_set1_epi64x((long long)0xFFFFFFFF00000000)) |
+           !_mm256_testz_si256(bad, bad);
+}
+
+/* Chooses the flags. */
+AVX2 INLINE int step_eights_of(int64_t *state, const void *f, int32_t *y, float *copy, int64_t n, radix radix,
+                               float unit, const int floats) {
+    if (radix.to == 1)
+        return step_by_avx2(state, f, y, copy, n, radix, unit, floats, 1, 0, 0);
+    if (radix.from == 1)
+        return radix.sign < 0 ? step_by_avx2(state, f, y, copy, n, radix, unit, floats, 0, 1, 1)
+                              : step_by_avx2(state, f, y, copy, n, radix, unit, floats, 0, 1, 0);
+    return radix.sign < 0 ? step_by_avx2(state, f, y, copy, n, radix, unit, floats, 1, 1, 1)
+                          : step_by_avx2(state, f, y, copy, n, radix, unit, floats, 1, 1, 0);
 }
 
 AVX2 static int step_eights(int64_t *state, const int32_t *f, int32_t *y, int64_t n, radix radix) {
-    if (radix.to == 1)
-        return step_by_avx2(state, f, y, n, radix, 1, 0, 0);
-    if (radix.from == 1)
-        return radix.sign < 0 ? step_by_avx2(state, f, y, n, radix, 0, 1, 1)
-                              : step_by_avx2(state, f, y, n, radix, 0, 1, 0);
-    return radix.sign < 0 ? step_by_avx2(state, f, y, n, radix, 1, 1, 1)
-                          : step_by_avx2(state, f, y, n, radix, 1, 1, 0);
+    return step_eights_of(state, f, y, NULL, n, radix, 1, 0);
 }
 
-static int step(int64_t *state, const int32_t *f, int32_t *y, int64_t n, radix radix) {
-    int64_t eights = __builtin_cpu_supports("avx2") ? n & ~(int64_t)7 : 0;
-    int outside = eights ? step_eights(state, f, y, eights, radix) : 0;
-    return outside | (eights < n && step_by_doubles(state + eights, f + eights, y + eights, n - eights, radix));
+AVX2 static int step_eights_of_floats(int64_t *state, const float *f, int32_t *y, float *copy, int64_t n, radix radix,
+                                      float unit) {
+    return step_eights_of(state, f, y, copy, n, radix, unit, 1);
 }
+
+#define EIGHTS(n) (__builtin_cpu_supports("avx2") ? (n) & ~(int64_t)7 : 0)
 #else
-#define step step_by_doubles
+#define EIGHTS(n) 0
+#define step_eights(...) 0
+#define step_eights_of_floats(...) 0
 #endif
 
 /* f in units of 2^-G, rounded to the nearest even, or 0 where that is not a number of 32 bits; returns whether that
@@ -433,10 +456,34 @@ INLINE int integers(const void *f, int64_t from, int32_t *number, int64_t n, dou
     return bad;
 }
 
+/* A row: f is converted, stepped with, and Y is left in y and decoded into copy, which may be NULL. Returns whether an f or
+ * a Y did not fit. */
+INLINE int step_row(const exact_half_step *h, int64_t *state, const void *f, int f_type, int64_t row, int64_t lanes,
+                    int32_t *y, void *copy, radix radix) {
+    int32_t number[LANES];
+    int64_t eights = EIGHTS(lanes), rest = lanes;
+    int bad = 0;
+    if (eights && f_type == F32 && (!copy || h->copy_type == F32)) {
+        bad = step_eights_of_floats(state, (const float *)f + row, y, copy ? (float *)copy + row : NULL, eights, radix,
+                                    (float)unit(h));
+        if (eights == lanes)
+            return bad;
+        state += eights, y += eights, row += eights, rest = lanes - eights, eights = 0;
+    }
+    bad |= integers(f, row, number, rest, 1 / unit(h), f_type);
+    if (eights)
+        bad |= step_eights(state, number, y, eights, radix);
+    if (eights < rest)
+        bad |= step_by_doubles(state + eights, number + eights, y + eights, rest - eights, radix);
+    if (copy)
+        CONSTANT(C, h->copy_type, decode_loop(y, at(copy, row, C), rest, unit(h), C))
+    return bad;
+}
+
 #define FOR_EACH_ROW(...)                                                                \
     for (int64_t row = from, end = from + n; row < end; row += LANES) {                  \
         const int64_t lanes = end - row < LANES ? end - row : LANES;                     \
-        int32_t number[LANES], y[LANES];                                                 \
+        int32_t y[LANES];                                                                \
         __VA_ARGS__                                                                      \
     }
 
@@ -457,9 +504,7 @@ CLONES static int exact_relax_chunk(const exact_half_step *h, const void *f, int
                 spill[row + i] = (int32_t)(uint32_t)state[i];
                 state[i] = (int64_t)((uint64_t)state[i] & ~(uint64_t)LOW);
             }
-        bad |= integers(f, row, number, lanes, 1 / unit(h), f_type);
-        bad |= step(state, number, y, lanes, there(h));
-        CONSTANT(C, h->copy_type, decode_loop(y, at(h->copy, row, C), lanes, unit(h), C))
+        bad |= step_row(h, state, f, f_type, row, lanes, y, h->copy, there(h));
         if (change)
             for (int64_t i = 0; i < lanes; i++) {
                 float moved = (float)(y[i] - high(before[i])) * (float)unit(h), size = (float)y[i] * (float)unit(h);
@@ -475,9 +520,7 @@ CLONES static void exact_invert_chunk(const exact_half_step *h, const void *f, i
                                       void *adjoint, const void *vjp, const int32_t *spill) {
     FOR_EACH_ROW(
         int64_t *state = h->state + row;
-        integers(f, row, number, lanes, 1 / unit(h), f_type);
-        step(state, number, y, lanes, back(h));
-        CONSTANT(C, h->copy_type, decode_loop(y, at(h->copy, row, C), lanes, unit(h), C))
+        step_row(h, state, f, f_type, row, lanes, y, h->copy, back(h));
         if (spill)
             for (int64_t i = 0; i < lanes; i++)
                 state[i] = (int64_t)(((uint64_t)state[i] & ~(uint64_t)LOW) | (uint32_t)spill[row + i]);
@@ -497,9 +540,8 @@ CLONES static void exact_compare_chunk(const exact_half_step *h, const void *f, 
         int64_t state[LANES];
         int32_t start[LANES];
         memcpy(state, h->state + row, lanes * sizeof *state);
-        integers(f, row, number, lanes, 1 / unit(h), f_type);
         integers(initial, row, start, lanes, 1 / unit(h), h->copy_type);
-        step(state, number, y, lanes, back(h));
+        step_row(h, state, f, f_type, row, lanes, y, NULL, back(h));
         for (int64_t i = 0; i < lanes; i++) {
             float difference = (float)((double)y[i] - start[i]) * (float)unit(h) + (float)low(state[i]);
             float size = (float)high(h->state[row + i]) * (float)unit(h);
