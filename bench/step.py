@@ -96,6 +96,7 @@ WITH_TOLERANCE = {
     "torchdeq Broyden, IFT": with_torchdeq("broyden", iterations=30, tol=TOL, ift=True),
     "torchdeq Anderson, phantom": with_torchdeq("anderson", iterations=30, tol=TOL, grad=1),
 }
+FAMILIES = {"step": SOLVERS, "tolerance": WITH_TOLERANCE}
 TOLERANCE_STEPS = 15
 """The most that the reversible solver takes: 30 evaluations, as for torchdeq."""
 
@@ -155,43 +156,54 @@ class Remembering(Counted):
 
 def reversal_error(solver, block, n):
     f, x, seed = problem(block, SMALL_BATCH)
-    ours = gradient(solver, f, x, n, seed)
     remembering = Remembering(f)
     z = solver(remembering, x, n)
     remembering.turned_back = True
-    return distance(ours, torch.autograd.grad(z, [x, *f.parameters()], seed))
+    return distance(gradient(solver, f, x, n, seed), torch.autograd.grad(z, [x, *f.parameters()], seed))
 
 
-def gradient_error(solver, block, n, exact_depth):
-    ours = gradient(solver, *(p := problem(block, SMALL_BATCH))[:2], n, p[2])
+@functools.cache
+def true_gradient(block, n):
+    """By the stored graph, in float64."""
     f, x, seed = problem(block, SMALL_BATCH, torch.float64)
-    return distance(ours, gradient(SOLVERS["stored graph"], f, x, exact_depth, seed))
+    return gradient(SOLVERS["stored graph"], f, x, n, seed)
 
 
-def measured_alone(family, provider, block, n):
-    """Everything but the time, by quantity; run in a fresh process."""
+def gradient_error(solver, block, n, true_depth):
+    f, x, seed = problem(block, SMALL_BATCH)
+    return distance(gradient(solver, f, x, n, seed), true_gradient(block, true_depth))
+
+
+def peak(family, provider, block, n):
+    """Run in a fresh process."""
     warnings.simplefilter("ignore", revdeq.ReconstructionWarning)
-    solver = (SOLVERS if family == "step" else WITH_TOLERANCE)[provider]
     f, x, seed = problem(block)
+    return peak_memory(lambda: gradient(FAMILIES[family][provider], f, x, n, seed), DEVICE)
+
+
+def measured(family, provider, block, n, processes):
+    """Everything but the time, by quantity."""
+    solver = FAMILIES[family][provider]
+    with processes.Pool(1) as pool:
+        memory = pool.apply(peak, (family, provider, block, n))
+    f, x, _ = problem(block, SMALL_BATCH)
     counted = Counted(f)
     solver(counted, x, n)
-    ours = provider.startswith("reversible")
     fixed_point = family == "tolerance" or provider.startswith("torchdeq")
     results = {
-        "bytes": peak_memory(lambda: gradient(solver, f, x, n, seed), DEVICE),
+        "bytes": memory,
         "evaluations": counted.count,
         "gradient error": gradient_error(solver, block, n, 64 if fixed_point else n),
     }
-    if ours:
+    if provider.startswith("reversible"):
         results["reversal error"] = reversal_error(solver, block, n)
     return results
 
 
 def timed(family, block, n, budget):
     f, x, seed = problem(block)
-    solvers = SOLVERS if family == "step" else WITH_TOLERANCE
     runs = {"bare": lambda: bare(f, x, n, seed)} if family == "step" else {}
-    for name, solver in solvers.items():
+    for name, solver in FAMILIES[family].items():
         if family == "tolerance" or n in ONLY_AT.get(name, (n,)):
             runs[name] = functools.partial(gradient, solver, f, x, n, seed)
     return take_turns(runs, budget, rounds=(3, 15) if n < 16 else (2, 2))
@@ -234,11 +246,7 @@ def main():
     processes.set_forkserver_preload(["revdeq.models", "revdeq.baselines", "torchdeq"])
     for family, block, n in tqdm(cases, desc="whole steps", leave=False, disable=None):
         times = timed(family, block, n, budget)
-        results = {}
-        for provider in times:
-            if provider != "bare":
-                with processes.Pool(1) as pool:
-                    results[provider] = pool.apply(measured_alone, (family, provider, block, n))
+        results = {name: measured(family, name, block, n, processes) for name in times if name != "bare"}
         title = f"{block}, N = {n}" if family == "step" else f"{block}, tolerance {TOL:g}, at most {2 * n} evaluations"
         show(title, times, results)
         if table is None:
