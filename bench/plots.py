@@ -78,7 +78,7 @@ def _lines(axis, series, benchmark, providers, quantity, factor=1.0):
         points = series.get((benchmark, provider, "float32", quantity), {})
         sizes = sorted(points)
         if sizes:
-            values = [max(points[n].p50 * factor, FLOOR) for n in sizes]
+            values = [max(points[n].p50 * factor, FLOOR) for n in sizes]  # a NaN is left out
             axis.plot(sizes, values, color=COLORS[provider], label=provider, marker=".")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
