@@ -104,6 +104,7 @@ def _summary(series):
     memory.legend(frameon=False, fontsize=7)
     _lines(error, series, "step, conv block", providers[3:], "reversal error")
     _lines(error, series, "step, conv block", providers[2:3], "gradient error")
+    error.lines[-1].set_label("torchdeq Anderson, IFT (against the fixed point's)")
     error.set_title("error of the gradient")
     error.axhline(FLOOR, color="#8c8c8c", linewidth=0.7, linestyle=":")
     error.annotate("0", (1, FLOOR), textcoords="offset points", xytext=(-10, -3), color="#8c8c8c")
