@@ -168,16 +168,15 @@ def report(results):
             continue
         metric = ours[0]["metric"]
         lines += [f"## {study}", ""]
-        lines += [f"| | updates | seeds | parameters | evaluations | {metric}, validation | {metric}, test | minutes |"]
-        lines += ["|---|---|---|---|---|---|---|---|"]
+        lines += [f"| | updates | seeds | parameters | evaluations | {metric}, validation | {metric}, test |"]
+        lines += ["|---|---|---|---|---|---|---|"]
         for label, updates in dict.fromkeys((row["label"], row["updates"]) for row in ours):
             same = [row for row in ours if (row["label"], row["updates"]) == (label, updates)]
-            numbers = {key: [float(row[key]) for row in same] for key in ("validation", "test", "seconds")}
+            numbers = {key: [float(row[key]) for row in same] for key in ("validation", "test")}
             evaluations = {f"{float(row['evaluations']):.3g}" if row["evaluations"] else "" for row in same}
             lines += [
                 f"| {label} | {updates} | {len(same)} | {int(same[0]['parameters']):,} | {', '.join(evaluations)} | "
-                f"{spread(numbers['validation'])} | {spread(numbers['test'])} | "
-                f"{statistics.mean(numbers['seconds']) / 60:.1f} |"
+                f"{spread(numbers['validation'])} | {spread(numbers['test'])} |"
             ]
         lines += ["", "```", *dict.fromkeys(row["command"] for row in ours if row["seed"] == "0"), "```", ""]
 
