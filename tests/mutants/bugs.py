@@ -41,7 +41,6 @@ BUGS = (
     bug("truncated", "gpu_exact.py", "(b_size + 8388608.0) - 8388608.0", "b_size"),
     bug("sign of f", "gpu_exact.py", "tl.where(b_scaled < 0.0, -b_number, b_number), b_fits", "b_number, b_fits"),
     bug("range of f", "gpu_exact.py", "b_fits = b_whole < 2147483648.0", "b_fits = b_whole <= 2147483648.0"),
-    bug("range of f before it is rounded", "gpu_exact.py", "b_fits = b_whole <", "b_fits = b_size <"),
     bug("jump in 32 bits", "gpu_exact.py", "(b_next - b_y).to(tl.float32)",
         "(b_next - b_y).to(tl.int32).to(tl.float32)"),
     bug("range of the state", "gpu_exact.py", "(b_next >= -2147483648) & (b_next < 2147483648)",
@@ -51,6 +50,8 @@ BUGS = (
     bug("no division by p", "gpu_exact.py", "    if P == 1:\n", "    if P <= 2:\n"),
     bug("alarm of another half-step", "gpu_exact.py", "p_alarm += half_step * LANES", "p_alarm += half_step"),
     bug("floor off by one", "gpu_exact.py", "- 8589934592\n", "- 8589934591\n"),
+    bug("initial state loaded without its mask", "gpu_exact.py", "_load(p_initial + o_row, m_row)",
+        "_load(p_initial + o_row, None)"),
     # what it does not
     bug("contraction", "gpu.py", "enable_fp_fusion=False", "enable_fp_fusion=True"),
     bug("contraction of the exact state's adjoint", "gpu_exact.py", "enable_fp_fusion=False", "enable_fp_fusion=True"),
@@ -82,8 +83,7 @@ BUGS = (
     bug("f loaded without its mask", "gpu.py", "    b_f = tl.load(p_f + o_row, mask=m_row).to(tl.float64)\n    b_next",
         "    b_f = tl.load(p_f + o_row).to(tl.float64)\n    b_next"),
     bug("vjp loaded without its mask", "gpu.py", "tl.load(p_vjp + o_row, mask=m_row)", "tl.load(p_vjp + o_row)"),
-    bug("initial state loaded without its mask", "gpu_exact.py", "_load(p_initial + o_row, m_row)",
-        "_load(p_initial + o_row, None)"),
+    bug("range of f before it is rounded", "gpu_exact.py", "b_fits = b_whole <", "b_fits = b_size <"),
     bug(
         "stored twice, first by a neighbour",
         "gpu.py",
