@@ -7,18 +7,16 @@ The parts are timed where they are called. `own` is the rest of the step, per ha
 half-steps cost next to nothing, it is all that the solver adds.
 """
 
-import argparse
 import contextlib
 import statistics
 import time
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from step import BETA, DEVICE, problem
-from table import Table
+from step import BETA, DEVICE, evaluations, problem, products
+from table import options
 from tqdm import tqdm
 from turns import take_turns
 
@@ -119,24 +117,17 @@ def one_step(f, x, seed, n):
 def own_time(n=32, budget=2.0):
     """Seconds per half-step that the solver takes beyond f and beyond its products, for a tiny f."""
     f, x, seed = tiny()
-    z, inputs = torch.zeros_like(x), [x, *f.parameters()]
-
-    def evaluations():
-        for _ in range(2 * n):
-            f(z.detach().requires_grad_(), x)
-
-    def products():
-        for _ in range(2 * n):
-            leaf = z.detach().requires_grad_()
-            torch.autograd.grad(f(leaf, x), [leaf, *inputs], seed)
+    z0, inputs = torch.zeros_like(x), [x, *f.parameters()]
 
     def forward():
-        return revdeq.solve(f, z, x, beta=BETA, max_steps=n, check=None).z
+        return revdeq.solve(f, z0, x, beta=BETA, max_steps=n, check=None).z
 
-    def both():
-        torch.autograd.grad(forward(), inputs, seed)
-
-    runs = {"evaluations": evaluations, "products": products, "forward": forward, "both": both}
+    runs = {
+        "evaluations": lambda: evaluations(f, x, n),
+        "products": lambda: products(f, x, n, seed),
+        "forward": forward,
+        "both": lambda: torch.autograd.grad(forward(), inputs, seed),
+    }
     # The least of many rounds: a difference of medians would be that of what else the machine does.
     least = {name: min(seconds) for name, seconds in take_turns(runs, budget, rounds=(50, 500)).items()}
     forward_only = least["forward"] - least["evaluations"]
@@ -145,12 +136,8 @@ def own_time(n=32, budget=2.0):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", type=Path, help="the CSV to add the measurements to")
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    arguments = parser.parse_args()
-    table = Table(arguments.table) if arguments.table else None
-    rounds = 3 if arguments.quick else 10
+    table, quick = options(__doc__, "few rounds")
+    rounds = 3 if quick else 10
     torch.empty(2**25 - 2**16, dtype=torch.uint8)  # as in step.py
     problems = {
         "conv block": problem("conv block"),
@@ -167,7 +154,7 @@ def main():
         print(f"  {name:18}" + "".join(f"{share:20.1%}" for share in shares.values()))
         for part in PARTS if table else ():
             table.add(f"breakdown, {name}", part, N, "seconds", [t[part] for t in totals])
-    own = own_time(budget=1.0 if arguments.quick else 5.0)
+    own = own_time(budget=1.0 if quick else 5.0)
     for name, seconds in zip(("forward", "backward"), own, strict=True):
         print(f"  the solver's own time per half-step, tiny f, {name}: {seconds * 1e6:.0f} us")
         if table:

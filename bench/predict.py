@@ -7,11 +7,10 @@ The slower of the two decides. That a kernel reaches the full bandwidth is an as
 it or so. What `make bench` measures on a GPU replaces this.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from table import Table
+from table import options
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import gpu_targets
@@ -43,18 +42,14 @@ def per_element(kernel, target):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", type=Path, help="the CSV to add the predictions to")
-    parser.add_argument("--quick", action="store_true", help="the H100 only")
-    arguments = parser.parse_args()
+    table, quick = options(__doc__, "the H100 only")
     if gpu_targets.missing:
         print(f"No predictions: {gpu_targets.missing}")
         return
-    table = Table(arguments.table) if arguments.table else None
     print(f"\nPREDICTED, at the published rates, 2^{ELEMENTS.bit_length() - 1} elements, f in float32")
     print(f"  {'':18}{'bandwidth':>12}" + "".join(f"{kernel:>24}" for kernel in KERNELS))
     for gpu, (target, bandwidth, float64_rate) in GPUS.items():
-        if arguments.quick and gpu != "H100 SXM":
+        if quick and gpu != "H100 SXM":
             continue
         cells = []
         for kernel in KERNELS:

@@ -16,15 +16,13 @@ reversal error: against the same solve whose backward pass is given the inputs o
 reconstruction adds, and 0 where it is exact. A solver whose gradient is not that of its own iteration is not compared.
 """
 
-import argparse
 import functools
 import multiprocessing
 import time
 import warnings
-from pathlib import Path
 
 import torch
-from table import Table, device
+from table import device, options
 from tqdm import tqdm
 from turns import ratio, take_turns
 
@@ -107,13 +105,24 @@ def gradient(solver, f, x, n, seed):
     return torch.autograd.grad(solver(f, x, n), inputs, seed)
 
 
-def bare(f, x, n, seed):
-    z, inputs = torch.zeros_like(x), [x, *f.parameters()]
+def evaluations(f, x, n):
+    """Of a forward pass, and nothing else."""
+    z = torch.zeros_like(x)
     for _ in range(2 * n):
         f(z.detach().requires_grad_(), x)
+
+
+def products(f, x, n, seed):
+    """The evaluations of a backward pass with their vector-Jacobian products, and nothing else."""
+    z, inputs = torch.zeros_like(x), [x, *f.parameters()]
     for _ in range(2 * n):
         leaf = z.detach().requires_grad_()
         torch.autograd.grad(f(leaf, x), [leaf, *inputs], seed)
+
+
+def bare(f, x, n, seed):
+    evaluations(f, x, n)
+    products(f, x, n, seed)
 
 
 def distance(gradients, expected):
@@ -201,12 +210,12 @@ def measured(family, provider, block, n, processes):
     return results
 
 
-def timed(family, block, n, budget):
+def timed(family, names, block, n, budget):
     f, x, seed = problem(block)
     runs = {"bare": lambda: bare(f, x, n, seed)} if family == "step" else {}
-    for name, solver in FAMILIES[family].items():
+    for name in names:
         if family == "tolerance" or n in ONLY_AT.get(name, (n,)):
-            runs[name] = functools.partial(gradient, solver, f, x, n, seed)
+            runs[name] = functools.partial(gradient, FAMILIES[family][name], f, x, n, seed)
     return take_turns(runs, budget, rounds=(3, 15) if n < 16 else (1, 2))
 
 
@@ -231,26 +240,19 @@ def show(title, times, results):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", type=Path, help="the CSV to add the measurements to")
-    parser.add_argument("--quick", action="store_true", help="few depths and rounds")
-    arguments = parser.parse_args()
-    table = Table(arguments.table) if arguments.table else None
+    table, quick = options(__doc__, "few depths, solvers and rounds")
     warnings.simplefilter("ignore", revdeq.ReconstructionWarning)
     # A training run has long since grown the C library's threshold for returning memory to the system.
     torch.empty(2**25 - 2**16, dtype=torch.uint8)
-    depths, budget = (QUICK_DEPTHS, 1.0) if arguments.quick else (DEPTHS, 4.0)
+    depths, budget = (QUICK_DEPTHS, 1.0) if quick else (DEPTHS, 4.0)
     cases = [("step", block, n) for block in SHAPES for n in depths]
-    if arguments.quick:
-        for other in set(SOLVERS) - set(QUICK):
-            del SOLVERS[other]
-    else:
+    if not quick:
         cases += [("tolerance", block, TOLERANCE_STEPS) for block in SHAPES]
     # A server that has imported everything and computed nothing forks a process for each measurement.
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["revdeq.models", "revdeq.baselines", "torchdeq"])
     for family, block, n in tqdm(cases, desc="whole steps", leave=False, disable=None):
-        times = timed(family, block, n, budget)
+        times = timed(family, QUICK if quick else FAMILIES[family], block, n, budget)
         results = {name: measured(family, name, block, n, processes) for name in times if name != "bare"}
         title = f"{block}, N = {n}" if family == "step" else f"{block}, tolerance {TOL:g}, at most {2 * n} evaluations"
         show(title, times, results)

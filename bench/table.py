@@ -1,5 +1,6 @@
 """The measurements of a run: one long table, a row for each."""
 
+import argparse
 import csv
 import os
 import platform
@@ -100,6 +101,15 @@ class Table:
         row = Row(benchmark, provider, size, dtype, quantity, *percentiles(values), bytes_moved, *self._where)
         with self.path.open("a", newline="") as file:
             csv.writer(file).writerow(asdict(row).values())
+
+
+def options(description: str, quick: str) -> tuple[Table | None, bool]:
+    """What every part of the benchmarks is called with: a table to add to, and whether to be quick."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", type=Path, help="the CSV to add the measurements to")
+    parser.add_argument("--quick", action="store_true", help=quick)
+    arguments = parser.parse_args()
+    return Table(arguments.table) if arguments.table else None, arguments.quick
 
 
 def percentiles(values: list[float]) -> tuple[float, float, float]:

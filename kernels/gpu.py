@@ -193,18 +193,10 @@ class HalfStep(reference.HalfStep):
             **self._relaxation,
             "INVERSE_A": 1 / a if math.frexp(a)[0] in (0.5, -0.5) else None,
         }
-        self._warps = THREADS // _warp_size(state.device)
+        self._warps = warps(state.device)
 
-    def _launch(self, kernel: Any, *tensors: Tensor | None, ROWS: int = 4, **constants: Any) -> None:
-        n = self.state.numel()
-        if n == 0:
-            return
-        grid = (-(-n // (ROWS * reference.LANES)),)
-        with _on(self.state.device):
-            kernel[grid](
-                self.state, *tensors, n, ROWS=ROWS, LANES=reference.LANES, **constants,
-                num_warps=self._warps, enable_fp_fusion=False,
-            )  # fmt: skip
+    def _launch(self, kernel: Any, *tensors: Tensor | None, **constants: Any) -> None:
+        launch(kernel, self._warps, self.state, *tensors, self.state.numel(), **constants)
 
     def relax(self, f: Tensor) -> None:
         self._launch(_relax_kernel, self.in_order(f), self.copy, None, NORMS=False, **self._relaxation)
@@ -228,6 +220,22 @@ class HalfStep(reference.HalfStep):
         flags = {"ADJOINT": adjoint is not None, "ROWS": reference.ROWS}
         self._launch(_compare_kernel, f, initial, adjoint, vjp, partial, **flags, **self._inversion)
         return partial
+
+
+def launch(kernel: Any, warps: int, state: Tensor, *arguments: Any, ROWS: int = 4, **constants: Any) -> None:
+    """A program for each chunk of the state, of ROWS rows; with no elements, none."""
+    n = state.numel()
+    if n == 0:
+        return
+    grid = (-(-n // (ROWS * reference.LANES)),)
+    with _on(state.device):
+        kernel[grid](
+            state, *arguments, ROWS=ROWS, LANES=reference.LANES, **constants, num_warps=warps, enable_fp_fusion=False
+        )
+
+
+def warps(device: torch.device) -> int:
+    return THREADS // _warp_size(device)
 
 
 def _warp_size(device: torch.device) -> int:

@@ -246,18 +246,10 @@ class HalfStep(exact.HalfStep):
         self._constants: dict[str, Any] = {
             "SIGN": radix.sign, "P": radix.p, "D": radix.d, "SCALE": 1 / radix.unit, "UNIT": radix.unit,
         }  # fmt: skip
-        self._warps = gpu.THREADS // gpu._warp_size(state.device)
+        self._warps = gpu.warps(state.device)
 
-    def _launch(self, kernel: Any, *arguments: Any, ROWS: int = 4, **constants: Any) -> None:
-        n = self.state.numel()
-        if n == 0:
-            return
-        grid = (-(-n // (ROWS * reference.LANES)),)
-        with gpu._on(self.state.device):
-            kernel[grid](
-                self.state, *arguments, ROWS=ROWS, LANES=reference.LANES, **constants, **self._constants,
-                num_warps=self._warps, enable_fp_fusion=False,
-            )  # fmt: skip
+    def _launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+        gpu.launch(kernel, self._warps, self.state, *arguments, **constants, **self._constants)
 
     def _relax(self, f: Tensor, spill: Tensor | None) -> None:
         arguments = (self.in_order(f), self.copy, spill, self.alarm, None, self.state.numel(), self.done)

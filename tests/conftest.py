@@ -97,32 +97,28 @@ def _convert_bfloat16_as_a_gpu_does() -> None:
     interpreter._convert_float = exact
 
 
-@pytest.fixture(params=["cpu", "triton"])
-def half_step(request):
+def _chosen(backend, in_c, on_gpu, interpreted_module):
     """A half-step class to compare with the reference, and the device it runs on."""
-    if request.param == "cpu":
+    if backend == "cpu":
         if cpu.library is None:
             pytest.skip("the C kernel was not built: no C compiler")
-        return cpu.HalfStep, torch.device("cpu")
+        return in_c, torch.device("cpu")
     if backends.gpu is None:
         pytest.skip("Triton is not installed")
     if DEVICE.type != "cpu":
-        return backends.gpu.HalfStep, DEVICE
-    return interpreted_gpu_module().HalfStep, torch.device("cpu")
+        return on_gpu.HalfStep, DEVICE
+    return interpreted_module().HalfStep, torch.device("cpu")
+
+
+@pytest.fixture(params=["cpu", "triton"])
+def half_step(request):
+    return _chosen(request.param, cpu.HalfStep, backends.gpu, interpreted_gpu_module)
 
 
 @pytest.fixture(params=["cpu", "triton"])
 def exact_half_step(request):
     """The same for the integer state."""
-    if request.param == "cpu":
-        if cpu.library is None:
-            pytest.skip("the C kernel was not built: no C compiler")
-        return cpu.ExactHalfStep, torch.device("cpu")
-    if backends.gpu is None:
-        pytest.skip("Triton is not installed")
-    if DEVICE.type != "cpu":
-        return backends.gpu_exact.HalfStep, DEVICE
-    return interpreted_gpu_exact_module().HalfStep, torch.device("cpu")
+    return _chosen(request.param, cpu.ExactHalfStep, backends.gpu_exact, interpreted_gpu_exact_module)
 
 
 @pytest.fixture(params=["cpu", "triton"])
