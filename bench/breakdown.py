@@ -3,11 +3,12 @@ parameters' gradients, and what is left, which is the solver's own.
 
     python bench/breakdown.py
 
-The parts are timed where they are called. `own` is the rest of the step, per half-step: in a step of a tiny f, whose
-half-steps cost next to nothing, it is all that the solver adds.
+The parts are timed where they are called, and `own` is the rest of the step. With a tiny f, whose half-steps cost next
+to nothing, own time is measured from outside, as what a solve takes beyond the bare evaluations and products.
 """
 
 import contextlib
+import functools
 import statistics
 import time
 from collections import defaultdict
@@ -114,25 +115,30 @@ def one_step(f, x, seed, n):
     return clock.totals
 
 
-def own_time(n=32, budget=2.0):
-    """Seconds per half-step that the solver takes beyond f and beyond its products, for a tiny f."""
+def own_time(depths=(8, 40), budget=2.0):
+    """Seconds that the solver takes beyond f and beyond its products, for a tiny f: for each half-step, which is the
+    slope between two depths, and once for each solve, which is what is left at none."""
     f, x, seed = tiny()
     z0, inputs = torch.zeros_like(x), [x, *f.parameters()]
 
-    def forward():
+    def forward(n):
         return revdeq.solve(f, z0, x, beta=BETA, max_steps=n, check=None).z
 
-    runs = {
-        "evaluations": lambda: evaluations(f, x, n),
-        "products": lambda: products(f, x, n, seed),
-        "forward": forward,
-        "both": lambda: torch.autograd.grad(forward(), inputs, seed),
-    }
+    runs = {}
+    for n in depths:
+        runs["evaluations", n] = functools.partial(evaluations, f, x, n)
+        runs["products", n] = functools.partial(products, f, x, n, seed)
+        runs["forward", n] = functools.partial(forward, n)
+        runs["both", n] = lambda n=n: torch.autograd.grad(forward(n), inputs, seed)
     # The least of many rounds: a difference of medians would be that of what else the machine does.
     least = {name: min(seconds) for name, seconds in take_turns(runs, budget, rounds=(50, 500)).items()}
-    forward_only = least["forward"] - least["evaluations"]
-    backward_only = least["both"] - least["forward"] - least["products"]
-    return forward_only / (2 * n), backward_only / (2 * n)
+    own = {
+        "forward": [least["forward", n] - least["evaluations", n] for n in depths],
+        "backward": [least["both", n] - least["forward", n] - least["products", n] for n in depths],
+    }
+    for name, (shallow, deep) in own.items():
+        per_half_step = (deep - shallow) / (2 * (depths[1] - depths[0]))
+        yield name, per_half_step, shallow - 2 * depths[0] * per_half_step
 
 
 def main():
@@ -154,11 +160,12 @@ def main():
         print(f"  {name:18}" + "".join(f"{share:20.1%}" for share in shares.values()))
         for part in PARTS if table else ():
             table.add(f"breakdown, {name}", part, N, "seconds", [t[part] for t in totals])
-    own = own_time(budget=1.0 if quick else 5.0)
-    for name, seconds in zip(("forward", "backward"), own, strict=True):
-        print(f"  the solver's own time per half-step, tiny f, {name}: {seconds * 1e6:.0f} us")
+    print("  the solver's own time, tiny f:")
+    for name, per_half_step, once in own_time(budget=1.0 if quick else 5.0):
+        print(f"    {name}: {per_half_step * 1e6:.0f} us for a half-step, and once {once * 1e6:.0f} us")
         if table:
-            table.add("own time, tiny f", name, 32, "seconds", [seconds])
+            table.add("own time of a half-step, tiny f", name, N, "seconds", [per_half_step])
+            table.add("own time once, tiny f", name, N, "seconds", [once])
 
 
 if __name__ == "__main__":

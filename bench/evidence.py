@@ -1,6 +1,6 @@
 """The paper's comparisons at a size for two cores: many small trainings, one row each, tables and plots of the rows.
 
-    python bench/evidence.py DIR                       # all studies, until they are done
+    python bench/evidence.py DIR --jobs 2              # all studies, until they are done, two trainings at a time
     python bench/evidence.py DIR --study language --updates 1000 --minutes 60
     python bench/evidence.py DIR --report              # tables and plots of the rows there are
 
@@ -15,13 +15,16 @@ goes on where it was when this is called again.
 
 import argparse
 import csv
+import os
 import platform
 import shlex
 import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -93,9 +96,9 @@ def command(study, changes, seed, updates, folder, out):
     return words
 
 
-def run(words, until):
+def run(words, threads, until):
     """True if the training ended; False if the time did."""
-    child = subprocess.Popen([sys.executable, *words])
+    child = subprocess.Popen([sys.executable, *words], env={**os.environ, "OMP_NUM_THREADS": str(threads)})
     try:
         code = child.wait(timeout=None if until is None else max(0.0, until - time.monotonic()))
     except (subprocess.TimeoutExpired, KeyboardInterrupt) as reason:
@@ -109,7 +112,7 @@ def run(words, until):
     return True
 
 
-def measured(study, label, seed, updates, words, folder, out):
+def measured(study, label, seed, updates, words, threads, folder, out):
     last = checkpoint.load(out / "last.pt")
     preset = Preset.from_dict(last["preset"])
     data = train.load_data(preset, folder, restored_vocabulary(last))
@@ -132,7 +135,7 @@ def measured(study, label, seed, updates, words, folder, out):
         "residual": "" if test.residual is None else test.residual,
         "seconds": last["seconds"],
         "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "machine": f"{platform.machine()}, {threads} threads",
         # the folders are the reader's own
         "command": shlex.join(["python", *words]).replace(str(folder), "DIR").replace(str(out), f"runs/{out.name}"),
     }
@@ -163,7 +166,9 @@ def report(results):
     rows, curves = table(results / "runs.csv"), table(results / "curves.csv")
     lines = [MADE, "", "± is the deviation between seeds.", ""]
     for study in VARIANTS:
-        ours = [row for row in rows if row["study"] == study]
+        order = [label for label, _ in VARIANTS[study]()]
+        ours = [row for row in rows if row["study"] == study and row["label"] in order]
+        ours.sort(key=lambda row: (order.index(row["label"]), int(row["updates"]), row["seed"]))
         if not ours:
             continue
         metric = ours[0]["metric"]
@@ -232,6 +237,7 @@ def main():
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--updates", type=int, help=f"of each training (default: {UPDATES})")
     parser.add_argument("--minutes", type=float, help="stop after so long; the next call goes on from there")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time, which share the cores")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "evidence", help="default: %(default)s")
     parser.add_argument("--runs", type=Path, default=Path("runs") / "evidence", help="default: %(default)s")
     parser.add_argument("--report", action="store_true", help="only the tables and plots of the rows there are")
@@ -246,21 +252,36 @@ def main():
         for label, changes in VARIANTS[study]()
         if seed == 0 or study != "states"
     ]
-    for study, label, changes, seed in todo:
+    threads = max(1, torch.get_num_threads() // arguments.jobs)
+
+    def train_and_measure(study, label, changes, seed):
         updates = arguments.updates or UPDATES[study]
         key = {"study": study, "label": label, "seed": str(seed), "updates": str(updates)}
         if any(key.items() <= row.items() for row in table(arguments.results / "runs.csv")):
-            continue
+            return
+        if until is not None and time.monotonic() > until:
+            return
         name = "".join(c if c.isalnum() else "-" for c in f"{study} {label}")
         out = arguments.runs / f"{name}-{updates}-{seed}"
         words = command(study, changes, seed, updates, arguments.data, out)
         print(f"{study}: {label}, seed {seed}, {updates} updates", flush=True)
-        if not run(words, until):
+        if not run(words, threads, until):
             print("out of time: call again to go on")
-            break
-        row, curve = measured(study, label, seed, updates, words, arguments.data, out)
-        append(arguments.results / "curves.csv", CURVE, curve)
-        append(arguments.results / "runs.csv", ROW, [row])  # last: a row means that all of the run is there
+            return
+        row, curve = measured(study, label, seed, updates, words, threads, arguments.data, out)
+        with writing:
+            append(arguments.results / "curves.csv", CURVE, curve)
+            append(arguments.results / "runs.csv", ROW, [row])  # last: a row means that all of the run is there
+
+    writing = threading.Lock()
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        trainings = [pool.submit(train_and_measure, *one) for one in todo]
+        try:
+            for training in trainings:
+                training.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     report(arguments.results)
 
 

@@ -38,7 +38,7 @@ QUICK_DEPTHS = (4,)
 QUICK = ("reversible", "reversible, exact state", "stored graph", "checkpoint")
 SHAPES = {"conv block": (8, 32, 32, 32), "transformer block": (4, 128, 256)}
 AGREE = 1e-3
-SMALL_BATCH = 2
+SMALL_BATCH = 1
 """For the errors: the stored graph in float64 of 64 steps takes gigabytes otherwise."""
 
 
@@ -164,14 +164,6 @@ class Remembering(Counted):
         return self.f(z, *args)
 
 
-def reversal_error(solver, block, n):
-    f, x, seed = problem(block, SMALL_BATCH)
-    remembering = Remembering(f)
-    z = solver(remembering, x, n)
-    remembering.turned_back = True
-    return distance(gradient(solver, f, x, n, seed), torch.autograd.grad(z, [x, *f.parameters()], seed))
-
-
 @functools.cache
 def true_gradient(block, n):
     """By the stored graph, in float64."""
@@ -179,9 +171,23 @@ def true_gradient(block, n):
     return gradient(SOLVERS["stored graph"], f, x, n, seed)
 
 
-def gradient_error(solver, block, n, true_depth):
+def errors_and_gradients(solver, block, n, true_depth):
+    """And the evaluations of the forward pass, by quantity."""
     f, x, seed = problem(block, SMALL_BATCH)
-    return distance(gradient(solver, f, x, n, seed), true_gradient(block, true_depth))
+    counted = Counted(f)
+    z = solver(counted, x, n)
+    results = {"evaluations": counted.count}
+    gradients = torch.autograd.grad(z, [x, *f.parameters()], seed)
+    results["gradient error"] = distance(gradients, true_gradient(block, true_depth))
+    return results, gradients
+
+
+def reversal_error(solver, block, n, gradients):
+    f, x, seed = problem(block, SMALL_BATCH)
+    remembering = Remembering(f)
+    z = solver(remembering, x, n)
+    remembering.turned_back = True
+    return distance(gradients, torch.autograd.grad(z, [x, *f.parameters()], seed))
 
 
 def peak(family, provider, block, n):
@@ -196,18 +202,11 @@ def measured(family, provider, block, n, processes):
     solver = FAMILIES[family][provider]
     with processes.Pool(1) as pool:
         memory = pool.apply(peak, (family, provider, block, n))
-    f, x, _ = problem(block, SMALL_BATCH)
-    counted = Counted(f)
-    solver(counted, x, n)
     fixed_point = family == "tolerance" or provider.startswith("torchdeq")
-    results = {
-        "bytes": memory,
-        "evaluations": counted.count,
-        "gradient error": gradient_error(solver, block, n, 64 if fixed_point else n),
-    }
+    results, gradients = errors_and_gradients(solver, block, n, 64 if fixed_point else n)
     if provider.startswith("reversible"):
-        results["reversal error"] = reversal_error(solver, block, n)
-    return results
+        results["reversal error"] = reversal_error(solver, block, n, gradients)
+    return {"bytes": memory, **results}
 
 
 def timed(family, names, block, n, budget):

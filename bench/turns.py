@@ -14,15 +14,16 @@ def take_turns(
     providers: dict[str, Run], budget: float, least: float = 1e-3, rounds: tuple[int, int] = (5, 25)
 ) -> dict[str, list[float]]:
     """Seconds per call of each, round by round. A turn takes at least `least` seconds, and there are as many rounds
-    as `budget` seconds allow, within their limits."""
+    as `budget` seconds allow, within their limits. What takes longer than that needs no warm-up."""
     once = {name: _seconds(run) for name, run in providers.items()}
     for name, run in providers.items():
         if once[name] < 0.1:  # the first call was a warm-up
             once[name] = min(_seconds(run) for _ in range(3))
     calls = {name: max(1, round(least / seconds)) for name, seconds in once.items()}
     expected = sum(calls[name] * once[name] for name in providers)
-    times: dict[str, list[float]] = {name: [] for name in providers}
-    for _ in range(max(rounds[0], min(rounds[1], int(budget / expected)))):
+    times: dict[str, list[float]] = {name: [once[name]] if expected > budget else [] for name in providers}
+    left = max(rounds[0], min(rounds[1], int(budget / expected))) - (expected > budget)
+    for _ in range(left):
         for name, run in providers.items():
             times[name].append(_seconds(run, calls[name]))
     return times

@@ -21,13 +21,9 @@ THREADS = reference.LANES // 2
 
 
 @triton.jit
-def _relax_row(p_state, p_f, p_copy, o_row, m_row, A: tl.constexpr, BETA: tl.constexpr):
-    b_state = tl.load(p_state + o_row, mask=m_row)
-    b_f = tl.load(p_f + o_row, mask=m_row).to(tl.float64)
-    b_next = A * b_state + BETA * b_f
-    tl.store(p_state + o_row, b_next, mask=m_row)
-    _store_copy(p_copy + o_row, b_next, m_row)
-    return b_next - b_state, b_next
+def _or_zero(b_x, m_row):
+    """What is masked adds nothing to a sum or a maximum."""
+    return b_x if m_row is None else tl.where(m_row, b_x, 0)
 
 
 @triton.jit
@@ -36,6 +32,36 @@ def _store_copy(p_copy, b_state, m_row):
         tl.store(p_copy, b_state, mask=m_row)
     else:
         tl.store(p_copy, b_state.to(tl.float32).to(p_copy.dtype.element_ty), mask=m_row)
+
+
+@triton.jit
+def _store_partial(p_partial, chunk, b_first, b_second, LANES: tl.constexpr):
+    """What two reductions leave of a chunk, in memory of shape [2, chunks, LANES]."""
+    p_first = p_partial + chunk * LANES
+    p_second = p_first + tl.num_programs(0).to(tl.int64) * LANES
+    o_lane = tl.arange(0, LANES)
+    tl.store(p_first + o_lane, b_first)
+    tl.store(p_second + o_lane, b_second)
+
+
+@triton.jit
+def _relax_rows(
+    p_state, p_f, p_copy, left, A: tl.constexpr, BETA: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
+):
+    """The chunk's squared changes and squared new states, by lanes. `left` is None in a full chunk."""
+    b_change = tl.full((LANES,), 0.0, tl.float64)
+    b_value = tl.full((LANES,), 0.0, tl.float64)
+    for row in tl.static_range(ROWS):
+        o_row = row * LANES + tl.arange(0, LANES)
+        m_row = None if left is None else o_row < left
+        b_state = tl.load(p_state + o_row, mask=m_row)
+        b_f = tl.load(p_f + o_row, mask=m_row).to(tl.float64)
+        b_next = A * b_state + BETA * b_f
+        tl.store(p_state + o_row, b_next, mask=m_row)
+        _store_copy(p_copy + o_row, b_next, m_row)
+        b_change += _or_zero((b_next - b_state) * (b_next - b_state), m_row)
+        b_value += _or_zero(b_next * b_next, m_row)
+    return b_change, b_value
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -48,40 +74,18 @@ def _relax_kernel(
     p_state += start
     p_f += start
     p_copy += start
-    o_lane = tl.arange(0, LANES)
-    b_change = tl.full((LANES,), 0.0, tl.float64)
-    b_value = tl.full((LANES,), 0.0, tl.float64)
     if start + ROWS * LANES <= n:
-        for row in tl.static_range(ROWS):
-            b_step, b_next = _relax_row(p_state, p_f, p_copy, row * LANES + o_lane, None, A, BETA)
-            if NORMS:
-                b_change += b_step * b_step
-                b_value += b_next * b_next
+        b_change, b_value = _relax_rows(p_state, p_f, p_copy, None, A, BETA, ROWS, LANES)
     else:
-        for row in tl.static_range(ROWS):
-            o_row = row * LANES + o_lane
-            m_row = o_row < n - start
-            b_step, b_next = _relax_row(p_state, p_f, p_copy, o_row, m_row, A, BETA)
-            if NORMS:
-                b_change += tl.where(m_row, b_step * b_step, 0.0)
-                b_value += tl.where(m_row, b_next * b_next, 0.0)
+        b_change, b_value = _relax_rows(p_state, p_f, p_copy, n - start, A, BETA, ROWS, LANES)
     if NORMS:
-        p_partial += chunk * LANES
-        tl.store(p_partial + o_lane, b_change)
-        p_partial += tl.num_programs(0).to(tl.int64) * LANES
-        tl.store(p_partial + o_lane, b_value)
+        _store_partial(p_partial, chunk, b_change, b_value, LANES)
 
 
 @triton.jit
-def _previous(p_state, p_f, o_row, m_row, A: tl.constexpr, INVERSE_A: tl.constexpr, BETA: tl.constexpr):
-    b_state = tl.load(p_state + o_row, mask=m_row)
-    b_f = tl.load(p_f + o_row, mask=m_row).to(tl.float64)
-    b_previous = b_state - BETA * b_f
-    if INVERSE_A is None:
-        b_previous = b_previous / A
-    else:
-        b_previous = b_previous * INVERSE_A
-    return b_state, b_previous
+def _previous(b_state, b_f, A: tl.constexpr, INVERSE_A: tl.constexpr, BETA: tl.constexpr):
+    b_scaled = b_state - BETA * b_f.to(tl.float64)
+    return b_scaled / A if INVERSE_A is None else b_scaled * INVERSE_A
 
 
 @triton.jit
@@ -92,15 +96,20 @@ def _update_adjoint(p_adjoint, p_vjp, o_row, m_row, A: tl.constexpr, BETA: tl.co
 
 
 @triton.jit
-def _invert_row(
-    p_state, p_f, p_copy, p_adjoint, p_vjp, o_row, m_row,
+def _invert_rows(
+    p_state, p_f, p_copy, p_adjoint, p_vjp, left,
     A: tl.constexpr, INVERSE_A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    _, b_previous = _previous(p_state, p_f, o_row, m_row, A, INVERSE_A, BETA)
-    tl.store(p_state + o_row, b_previous, mask=m_row)
-    _store_copy(p_copy + o_row, b_previous, m_row)
-    if ADJOINT:
-        _update_adjoint(p_adjoint, p_vjp, o_row, m_row, A, BETA)
+    for row in tl.static_range(ROWS):
+        o_row = row * LANES + tl.arange(0, LANES)
+        m_row = None if left is None else o_row < left
+        if ADJOINT:  # first: afterwards, ptxas spills where f is in bfloat16
+            _update_adjoint(p_adjoint, p_vjp, o_row, m_row, A, BETA)
+        b_state = tl.load(p_state + o_row, mask=m_row)
+        b_previous = _previous(b_state, tl.load(p_f + o_row, mask=m_row), A, INVERSE_A, BETA)
+        tl.store(p_state + o_row, b_previous, mask=m_row)
+        _store_copy(p_copy + o_row, b_previous, m_row)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -116,14 +125,10 @@ def _invert_kernel(
     if ADJOINT:
         p_adjoint += start
         p_vjp += start
-    o_lane = tl.arange(0, LANES)
     if start + ROWS * LANES <= n:
-        for row in tl.static_range(ROWS):
-            _invert_row(p_state, p_f, p_copy, p_adjoint, p_vjp, row * LANES + o_lane, None, A, INVERSE_A, BETA, ADJOINT)
+        _invert_rows(p_state, p_f, p_copy, p_adjoint, p_vjp, None, A, INVERSE_A, BETA, ADJOINT, ROWS, LANES)
     else:
-        for row in tl.static_range(ROWS):
-            o_row = row * LANES + o_lane
-            _invert_row(p_state, p_f, p_copy, p_adjoint, p_vjp, o_row, o_row < n - start, A, INVERSE_A, BETA, ADJOINT)
+        _invert_rows(p_state, p_f, p_copy, p_adjoint, p_vjp, n - start, A, INVERSE_A, BETA, ADJOINT, ROWS, LANES)
 
 
 @triton.jit
@@ -132,15 +137,25 @@ def _magnitude_bits(b_x):
 
 
 @triton.jit
-def _compare_row(
-    p_state, p_f, p_initial, p_adjoint, p_vjp, o_row, m_row,
+def _compare_rows(
+    p_state, p_f, p_initial, p_adjoint, p_vjp, left,
     A: tl.constexpr, INVERSE_A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    b_state, b_previous = _previous(p_state, p_f, o_row, m_row, A, INVERSE_A, BETA)
-    b_initial = tl.load(p_initial + o_row, mask=m_row).to(tl.float64)
-    if ADJOINT:
-        _update_adjoint(p_adjoint, p_vjp, o_row, m_row, A, BETA)
-    return _magnitude_bits(b_previous - b_initial), _magnitude_bits(b_state)
+    """The chunk's largest error and largest state, by lanes, as bits."""
+    b_error = tl.full((LANES,), 0, tl.int32)
+    b_value = tl.full((LANES,), 0, tl.int32)
+    for row in tl.static_range(ROWS):
+        o_row = row * LANES + tl.arange(0, LANES)
+        m_row = None if left is None else o_row < left
+        b_state = tl.load(p_state + o_row, mask=m_row)
+        b_previous = _previous(b_state, tl.load(p_f + o_row, mask=m_row), A, INVERSE_A, BETA)
+        b_initial = tl.load(p_initial + o_row, mask=m_row).to(tl.float64)
+        if ADJOINT:
+            _update_adjoint(p_adjoint, p_vjp, o_row, m_row, A, BETA)
+        b_error = tl.maximum(b_error, _or_zero(_magnitude_bits(b_previous - b_initial), m_row))
+        b_value = tl.maximum(b_value, _or_zero(_magnitude_bits(b_state), m_row))
+    return b_error, b_value
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -157,30 +172,15 @@ def _compare_kernel(
     if ADJOINT:
         p_adjoint += start
         p_vjp += start
-    o_lane = tl.arange(0, LANES)
-    b_error = tl.full((LANES,), 0, tl.int32)
-    b_value = tl.full((LANES,), 0, tl.int32)
     if start + ROWS * LANES <= n:
-        for row in tl.static_range(ROWS):
-            o_row = row * LANES + o_lane
-            b_row_error, b_row_value = _compare_row(
-                p_state, p_f, p_initial, p_adjoint, p_vjp, o_row, None, A, INVERSE_A, BETA, ADJOINT
-            )
-            b_error = tl.maximum(b_error, b_row_error)
-            b_value = tl.maximum(b_value, b_row_value)
+        b_error, b_value = _compare_rows(
+            p_state, p_f, p_initial, p_adjoint, p_vjp, None, A, INVERSE_A, BETA, ADJOINT, ROWS, LANES
+        )
     else:
-        for row in tl.static_range(ROWS):
-            o_row = row * LANES + o_lane
-            m_row = o_row < n - start
-            b_row_error, b_row_value = _compare_row(
-                p_state, p_f, p_initial, p_adjoint, p_vjp, o_row, m_row, A, INVERSE_A, BETA, ADJOINT
-            )
-            b_error = tl.where(m_row, tl.maximum(b_error, b_row_error), b_error)
-            b_value = tl.where(m_row, tl.maximum(b_value, b_row_value), b_value)
-    p_partial += chunk * LANES
-    tl.store(p_partial + o_lane, b_error)
-    p_partial += tl.num_programs(0).to(tl.int64) * LANES
-    tl.store(p_partial + o_lane, b_value)
+        b_error, b_value = _compare_rows(
+            p_state, p_f, p_initial, p_adjoint, p_vjp, n - start, A, INVERSE_A, BETA, ADJOINT, ROWS, LANES
+        )
+    _store_partial(p_partial, chunk, b_error, b_value, LANES)
 
 
 class HalfStep(reference.HalfStep):

@@ -14,7 +14,7 @@ from . import exact, gpu, reference
 
 @triton.jit
 def _load(p_x, m_row):
-    """What is masked is 0."""
+    """What is masked is 0, and adds nothing to a sum or a maximum."""
     if m_row is None:
         return tl.load(p_x)
     else:  # noqa: RET505
@@ -52,30 +52,40 @@ def _floor_divide(b_x, D: tl.constexpr):
 
 
 @triton.jit
-def _relax_row(
-    p_state, p_f, p_copy, p_spill, p_alarm, o_lane, o_row, m_row,
+def _relax_rows(
+    p_state, p_f, p_copy, p_spill, p_alarm, left,
     SIGN: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr, SPILL: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    b_state = _load(p_state + o_row, m_row)
-    b_f = _load(p_f + o_row, m_row)
-    b_y = b_state >> 32
-    b_r = b_state.to(tl.uint32)
-    if SPILL:
-        tl.store(p_spill + o_row, b_r.to(tl.int32, bitcast=True), mask=m_row)
-        b_r = b_r * 0
-    b_rest = b_r // P
-    b_e = (b_r - b_rest * P).to(tl.int64)
-    b_number, b_fits = _integer(b_f, SCALE)
-    b_t = SIGN * (P * b_y + b_e) + (D - SIGN * P) * b_number
-    b_next = _floor_divide(b_t, D)
-    b_r = b_rest.to(tl.int64) * D + (b_t - b_next * D)
-    tl.store(p_state + o_row, (b_next << 32) | b_r, mask=m_row)
-    _store_decoded(p_copy + o_row, b_next, m_row, UNIT)
-    b_fits = b_fits & (b_next >= -2147483648) & (b_next < 2147483648)
-    # Only where something is wrong is there anything to store; of several in a lane, any will do.
-    b_bits = tl.maximum(b_f.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    tl.store(p_alarm + o_lane, b_bits, mask=b_fits == 0)
-    return (b_next - b_y).to(tl.float32) * UNIT, b_next.to(tl.int32).to(tl.float32) * UNIT
+    b_change = tl.full((LANES,), 0.0, tl.float32)
+    b_value = tl.full((LANES,), 0.0, tl.float32)
+    for row in tl.static_range(ROWS):
+        o_row = row * LANES + tl.arange(0, LANES)
+        m_row = None if left is None else o_row < left
+        b_state = _load(p_state + o_row, m_row)
+        b_f = _load(p_f + o_row, m_row)
+        b_y = b_state >> 32
+        b_r = b_state.to(tl.uint32)
+        if SPILL:
+            tl.store(p_spill + o_row, b_r.to(tl.int32, bitcast=True), mask=m_row)
+            b_r = b_r * 0
+        b_rest = b_r // P
+        b_e = (b_r - b_rest * P).to(tl.int64)
+        b_number, b_fits = _integer(b_f, SCALE)
+        b_t = SIGN * (P * b_y + b_e) + (D - SIGN * P) * b_number
+        b_next = _floor_divide(b_t, D)
+        b_r = b_rest.to(tl.int64) * D + (b_t - b_next * D)
+        tl.store(p_state + o_row, (b_next << 32) | b_r, mask=m_row)
+        _store_decoded(p_copy + o_row, b_next, m_row, UNIT)
+        b_fits = b_fits & (b_next >= -2147483648) & (b_next < 2147483648)
+        # Only where something is wrong is there anything to store; of several in a lane, any will do.
+        b_bits = tl.maximum(gpu._magnitude_bits(b_f), 1)
+        tl.store(p_alarm + tl.arange(0, LANES), b_bits, mask=b_fits == 0)
+        b_step = (b_next - b_y).to(tl.float32) * UNIT
+        b_size = b_next.to(tl.int32).to(tl.float32) * UNIT
+        b_change += b_step * b_step
+        b_value += b_size * b_size
+    return b_change, b_value
 
 
 @triton.jit(do_not_specialize=["n", "half_step"])
@@ -92,62 +102,49 @@ def _relax_kernel(
     p_alarm += half_step * LANES
     if SPILL:
         p_spill += start
-    o_lane = tl.arange(0, LANES)
-    b_change = tl.full((LANES,), 0.0, tl.float32)
-    b_value = tl.full((LANES,), 0.0, tl.float32)
     if start + ROWS * LANES <= n:
-        for row in tl.static_range(ROWS):
-            o_row = row * LANES + o_lane
-            b_step, b_next = _relax_row(
-                p_state, p_f, p_copy, p_spill, p_alarm, o_lane, o_row, None, SIGN, P, D, SCALE, UNIT, SPILL
-            )
-            if NORMS:
-                b_change += b_step * b_step
-                b_value += b_next * b_next
+        b_change, b_value = _relax_rows(
+            p_state, p_f, p_copy, p_spill, p_alarm, None, SIGN, P, D, SCALE, UNIT, SPILL, ROWS, LANES
+        )
     else:
-        for row in tl.static_range(ROWS):
-            o_row = row * LANES + o_lane
-            m_row = o_row < n - start
-            b_step, b_next = _relax_row(
-                p_state, p_f, p_copy, p_spill, p_alarm, o_lane, o_row, m_row, SIGN, P, D, SCALE, UNIT, SPILL
-            )
-            if NORMS:  # a masked element is 0, and stays 0
-                b_change += b_step * b_step
-                b_value += b_next * b_next
+        b_change, b_value = _relax_rows(
+            p_state, p_f, p_copy, p_spill, p_alarm, n - start, SIGN, P, D, SCALE, UNIT, SPILL, ROWS, LANES
+        )
     if NORMS:
-        p_partial += chunk * LANES
-        tl.store(p_partial + o_lane, b_change)
-        p_partial += tl.num_programs(0).to(tl.int64) * LANES
-        tl.store(p_partial + o_lane, b_value)
+        gpu._store_partial(p_partial, chunk, b_change, b_value, LANES)
 
 
 @triton.jit
-def _previous(p_state, p_f, o_row, m_row, SIGN: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr):
-    b_state = _load(p_state + o_row, m_row)
-    b_number, _ = _integer(_load(p_f + o_row, m_row), SCALE)
+def _previous(b_state, b_f, SIGN: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr):
+    b_number, _ = _integer(b_f, SCALE)
     b_r = b_state.to(tl.uint32)
     b_rest = b_r // D
     b_t = (b_state >> 32) * D + (b_r - b_rest * D).to(tl.int64)
     b_u = SIGN * (b_t - (D - SIGN * P) * b_number)
     if P == 1:
-        return b_state, b_u, b_rest.to(tl.int64)
+        return b_u, b_rest.to(tl.int64)
     b_y = _floor_divide(b_u, P)
-    return b_state, b_y, b_rest.to(tl.int64) * P + (b_u - b_y * P)
+    return b_y, b_rest.to(tl.int64) * P + (b_u - b_y * P)
 
 
 @triton.jit
-def _invert_row(
-    p_state, p_f, p_copy, p_adjoint, p_vjp, p_spill, o_row, m_row,
+def _invert_rows(
+    p_state, p_f, p_copy, p_adjoint, p_vjp, p_spill, left,
     SIGN: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr,
     A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr, SPILL: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    _, b_y, b_r = _previous(p_state, p_f, o_row, m_row, SIGN, P, D, SCALE)
-    if SPILL:
-        b_r = _load(p_spill + o_row, m_row).to(tl.int64) & 0xFFFFFFFF
-    tl.store(p_state + o_row, (b_y << 32) | b_r, mask=m_row)
-    _store_decoded(p_copy + o_row, b_y, m_row, UNIT)
-    if ADJOINT:
-        gpu._update_adjoint(p_adjoint, p_vjp, o_row, m_row, A, BETA)
+    for row in tl.static_range(ROWS):
+        o_row = row * LANES + tl.arange(0, LANES)
+        m_row = None if left is None else o_row < left
+        b_state = _load(p_state + o_row, m_row)
+        b_y, b_r = _previous(b_state, _load(p_f + o_row, m_row), SIGN, P, D, SCALE)
+        if SPILL:
+            b_r = _load(p_spill + o_row, m_row).to(tl.int64) & 0xFFFFFFFF
+        tl.store(p_state + o_row, (b_y << 32) | b_r, mask=m_row)
+        _store_decoded(p_copy + o_row, b_y, m_row, UNIT)
+        if ADJOINT:
+            gpu._update_adjoint(p_adjoint, p_vjp, o_row, m_row, A, BETA)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -166,36 +163,38 @@ def _invert_kernel(
         p_vjp += start
     if SPILL:
         p_spill += start
-    o_lane = tl.arange(0, LANES)
     if start + ROWS * LANES <= n:
-        for row in tl.static_range(ROWS):
-            o_row = row * LANES + o_lane
-            _invert_row(
-                p_state, p_f, p_copy, p_adjoint, p_vjp, p_spill, o_row, None,
-                SIGN, P, D, SCALE, UNIT, A, BETA, ADJOINT, SPILL,
-            )  # fmt: skip
+        _invert_rows(
+            p_state, p_f, p_copy, p_adjoint, p_vjp, p_spill, None,
+            SIGN, P, D, SCALE, UNIT, A, BETA, ADJOINT, SPILL, ROWS, LANES,
+        )  # fmt: skip
     else:
-        for row in tl.static_range(ROWS):
-            o_row = row * LANES + o_lane
-            _invert_row(
-                p_state, p_f, p_copy, p_adjoint, p_vjp, p_spill, o_row, o_row < n - start,
-                SIGN, P, D, SCALE, UNIT, A, BETA, ADJOINT, SPILL,
-            )  # fmt: skip
+        _invert_rows(
+            p_state, p_f, p_copy, p_adjoint, p_vjp, p_spill, n - start,
+            SIGN, P, D, SCALE, UNIT, A, BETA, ADJOINT, SPILL, ROWS, LANES,
+        )  # fmt: skip
 
 
 @triton.jit
-def _compare_row(
-    p_state, p_f, p_initial, p_adjoint, p_vjp, o_row, m_row,
+def _compare_rows(
+    p_state, p_f, p_initial, p_adjoint, p_vjp, left,
     SIGN: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr,
-    A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr,
+    A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    b_state, b_y, b_r = _previous(p_state, p_f, o_row, m_row, SIGN, P, D, SCALE)
-    b_initial, _ = _integer(_load(p_initial + o_row, m_row), SCALE)
-    if ADJOINT:
-        gpu._update_adjoint(p_adjoint, p_vjp, o_row, m_row, A, BETA)
-    b_error = (b_y - b_initial).to(tl.float32) * UNIT + b_r.to(tl.float32)
-    b_value = (b_state >> 32).to(tl.float32) * UNIT
-    return gpu._magnitude_bits(b_error), gpu._magnitude_bits(b_value)
+    b_error = tl.full((LANES,), 0, tl.int32)
+    b_value = tl.full((LANES,), 0, tl.int32)
+    for row in tl.static_range(ROWS):
+        o_row = row * LANES + tl.arange(0, LANES)
+        m_row = None if left is None else o_row < left
+        b_state = _load(p_state + o_row, m_row)
+        b_y, b_r = _previous(b_state, _load(p_f + o_row, m_row), SIGN, P, D, SCALE)
+        b_initial, _ = _integer(_load(p_initial + o_row, m_row), SCALE)
+        if ADJOINT:
+            gpu._update_adjoint(p_adjoint, p_vjp, o_row, m_row, A, BETA)
+        b_off = (b_y - b_initial).to(tl.float32) * UNIT + b_r.to(tl.float32)
+        b_error = tl.maximum(b_error, gpu._magnitude_bits(b_off))
+        b_value = tl.maximum(b_value, gpu._magnitude_bits((b_state >> 32).to(tl.float32) * UNIT))
+    return b_error, b_value
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -212,30 +211,17 @@ def _compare_kernel(
     if ADJOINT:
         p_adjoint += start
         p_vjp += start
-    o_lane = tl.arange(0, LANES)
-    b_error = tl.full((LANES,), 0, tl.int32)
-    b_value = tl.full((LANES,), 0, tl.int32)
     if start + ROWS * LANES <= n:
-        for row in tl.static_range(ROWS):
-            b_row_error, b_row_value = _compare_row(
-                p_state, p_f, p_initial, p_adjoint, p_vjp, row * LANES + o_lane, None,
-                SIGN, P, D, SCALE, UNIT, A, BETA, ADJOINT,
-            )  # fmt: skip
-            b_error = tl.maximum(b_error, b_row_error)
-            b_value = tl.maximum(b_value, b_row_value)
+        b_error, b_value = _compare_rows(
+            p_state, p_f, p_initial, p_adjoint, p_vjp, None,
+            SIGN, P, D, SCALE, UNIT, A, BETA, ADJOINT, ROWS, LANES,
+        )  # fmt: skip
     else:
-        for row in tl.static_range(ROWS):  # what is masked is 0, and was 0
-            o_row = row * LANES + o_lane
-            b_row_error, b_row_value = _compare_row(
-                p_state, p_f, p_initial, p_adjoint, p_vjp, o_row, o_row < n - start,
-                SIGN, P, D, SCALE, UNIT, A, BETA, ADJOINT,
-            )  # fmt: skip
-            b_error = tl.maximum(b_error, b_row_error)
-            b_value = tl.maximum(b_value, b_row_value)
-    p_partial += chunk * LANES
-    tl.store(p_partial + o_lane, b_error)
-    p_partial += tl.num_programs(0).to(tl.int64) * LANES
-    tl.store(p_partial + o_lane, b_value)
+        b_error, b_value = _compare_rows(
+            p_state, p_f, p_initial, p_adjoint, p_vjp, n - start,
+            SIGN, P, D, SCALE, UNIT, A, BETA, ADJOINT, ROWS, LANES,
+        )  # fmt: skip
+    gpu._store_partial(p_partial, chunk, b_error, b_value, LANES)
 
 
 class HalfStep(exact.HalfStep):

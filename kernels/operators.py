@@ -104,7 +104,7 @@ def _bind(state: Tensor, copy: Tensor, beta: float, name: str = "copy", **others
             )
         if x.dtype not in FLOATS:
             raise TypeError(f"{key} is {x.dtype}: it must be float32, float64, bfloat16 or float16")
-        if x.requires_grad and key != "f":  # within an operator torch.is_grad_enabled() is always false
+        if x.requires_grad:  # within an operator torch.is_grad_enabled() is always false
             raise ValueError(f"{key} requires a gradient, which does not flow through a half-step: use {key}.detach()")
     if copy.stride() != state.stride() and copy.numel() > 1:
         raise ValueError(f"{name} has strides {copy.stride()}: it must be laid out like state, {state.stride()}")

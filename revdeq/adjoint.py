@@ -54,8 +54,17 @@ class Outcome:
 
 
 def iterate(it: Iteration, initial: State) -> Outcome:
-    """The forward pass."""
+    """The forward pass. Where divergence can be seen without waiting for the device it is an error."""
     initial = [x.detach() for x in initial]
+    outcome = _iterate(it, initial, look=it.tol is not None)
+    if it.tol is None and can_look(initial[0]) and not math.isfinite(_residual(it)):
+        it.steps = 0
+        return _iterate(it, initial, look=True)  # once more, to say at which step
+    return outcome
+
+
+def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
+    """With `look`, after each step: it waits for the device."""
     z_copy = [x.clone() for x in initial]
     f_z = it.f.first(z_copy)
     y_copy = [torch.empty_like(c) for c in z_copy]
@@ -64,7 +73,6 @@ def iterate(it: Iteration, initial: State) -> Outcome:
     relax_y, relax_z = it.scheme.bind(y, y_copy, it.max_steps), it.scheme.bind(z, z_copy, it.max_steps)
     if it.tol is None:
         it.scheme.make_room([*relax_y, *relax_z])
-    look = it.tol is not None or can_look(initial[0])  # where it costs nothing, divergence is seen at once
     while True:
         it.steps += 1
         last = it.steps == it.max_steps
@@ -211,14 +219,18 @@ class Totals:
 
 
 def _has_arrived(it: Iteration) -> bool:
-    assert it.norms is not None
-    residual = relative_change(*it.norms.tolist())
+    residual = _residual(it)
     if not math.isfinite(residual):
         raise FloatingPointError(
             f"the state is not finite after step {it.steps} of at most {it.max_steps} (beta = {it.scheme.beta:.6g}): "
             "f returns NaN or infinity, or the iteration diverges; try a smaller beta, or an f that contracts"
         )
     return it.tol is not None and residual <= it.tol
+
+
+def _residual(it: Iteration) -> float:
+    assert it.norms is not None
+    return relative_change(*it.norms.tolist())
 
 
 def relative_change(change: float, value: float) -> float:

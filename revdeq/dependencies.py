@@ -39,40 +39,39 @@ class Search(TorchFunctionMode):
     def _is_older(self, node: Any) -> bool:
         return node is None or node._sequence_nr() < self._start
 
-    def reached_from(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Follows the graph of f back from its outputs to the tensors it begins with. One that was not seen on
-        its way in is an error if it is the result of an operation: its gradient would be lost."""
+    def reached_from(self, outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Follows the graph of f back from its outputs to the tensors it begins with, by their ids. One that was not
+        seen on its way in is an error if it is the result of an operation: its gradient would be lost."""
         reached: dict[int, Tensor] = {}
         edges: list[tuple[Any, int]] = []
+        start, visited = self._start, set()
         for x in outputs:
-            if x.is_leaf and x.requires_grad:
+            if x.requires_grad and x.grad_fn is None:
                 reached[id(x)] = x
             elif x.requires_grad:
                 if self._is_older(x.grad_fn):
                     self._candidates[id(x)] = x
                 edges.append((x.grad_fn, x.output_nr))
-        start, visited = self._start, set()
-        for edge in edges:  # which grows on the way
-            if edge in visited or edge[0] is None:
+        for node, output_nr in edges:  # which grows on the way; this runs at every evaluation, and microseconds count
+            if node is None or node in visited:
                 continue
-            visited.add(edge)
-            node = edge[0]
             if type(node) is _Leaf:
                 x = node.variable
                 reached[id(x)] = x
             elif node._sequence_nr() >= start:
+                visited.add(node)
                 edges += node.next_functions
             else:
-                x = self._made_at(edge)
+                x = self._made_at(node, output_nr)
                 reached[id(x)] = x
-        return list(reached.values())
+        return reached
 
-    def _made_at(self, edge: tuple[Any, int]) -> Tensor:
+    def _made_at(self, node: Any, output_nr: int) -> Tensor:
         for x in self._candidates.values():
-            if (x.grad_fn, x.output_nr) == edge:
+            if x.grad_fn is node and x.output_nr == output_nr:
                 return x
         raise Unreachable(
-            f"f depends on a tensor that {edge[0].name()} made before the solve, and that cannot be found from outside "
+            f"f depends on a tensor that {node.name()} made before the solve, and that cannot be found from outside "
             "(is f compiled, or did it not use this tensor when it was evaluated for the first time?), so its gradient "
             "would be lost: pass this tensor to f through `args`"
         )

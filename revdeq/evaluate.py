@@ -42,6 +42,8 @@ class Evaluation:
         self._arg_positions = [i for i, x in enumerate(self._arg_leaves) if isinstance(x, Tensor) and x.requires_grad]
         self.inputs = [self._arg_leaves[i] for i in self._arg_positions]
         self._reached: list[frozenset[int]] = []  # by each evaluation: indices into inputs
+        self._last_reached: frozenset[int] = frozenset()  # the same once more, as it usually is, and its tensors' ids
+        self._last_found: frozenset[int] = frozenset()
         self._by = {id(x): (i, x) for i, x in enumerate(self._use_as_args(self.inputs))} if self.graph else {}
         self._changes_its_input = False
         self._settings, self._draw = Settings(device), Draw(device)
@@ -133,18 +135,21 @@ class Evaluation:
 
     def _note_inputs(self, leaves: State, outputs: State) -> None:
         found = self._reached_from(leaves, outputs)
-        for x in found:
-            if id(x) not in self._by:
-                self._by[id(x)] = len(self.inputs), x
-                self.inputs.append(x)
-        self._reached.append(frozenset([self._by[id(x)][0] for x in found]))
+        if found.keys() != self._last_found:
+            for key, x in found.items():
+                if key not in self._by:
+                    self._by[key] = len(self.inputs), x
+                    self.inputs.append(x)
+            self._last_found = frozenset(found)
+            self._last_reached = frozenset([self._by[key][0] for key in found])
+        self._reached.append(self._last_reached)
 
     def _inputs_reached_again(
         self, leaves: State, outputs: State, expected: frozenset[int]
     ) -> list[tuple[int, Tensor]]:
         """The tensors to differentiate by, found in the graph: those of the forward pass, or it is an error."""
         try:
-            by = [self._by[id(x)] for x in self._reached_from(leaves, outputs)]
+            by = [self._by[key] for key in self._reached_from(leaves, outputs)]
             same = {i for i, _ in by} == expected
         except (Unreachable, KeyError):
             same = False
@@ -159,9 +164,11 @@ class Evaluation:
             self._usual = {i: (i, x) for i, x in self._by.values()}
         return by
 
-    def _reached_from(self, leaves: State, outputs: State) -> State:
-        own = {id(x) for x in leaves}
-        return [x for x in self._search.reached_from(outputs) if id(x) not in own]
+    def _reached_from(self, leaves: State, outputs: State) -> dict[int, Tensor]:
+        reached = self._search.reached_from(outputs)
+        for x in leaves:
+            reached.pop(id(x), None)
+        return reached
 
     def _use_aliases(self, captured: State) -> State:
         """Puts aliases in the place of captured tensors, so that hooks fire only when the whole gradient is
@@ -198,37 +205,20 @@ class Evaluation:
     def _call(self, state: State) -> State:
         if self._state_is_a_tensor:
             result = self._run(state[0], *self._args)
-            outputs, fits = [result], isinstance(result, Tensor)
+            outputs, has_structure = [result], isinstance(result, Tensor)
         else:
             result = self._run(tree_unflatten(state, self.state_spec), *self._args)
-            outputs, fits = self._flattened_like_state(result)
-        if not fits:
+            outputs, has_structure = self._flattened_like_state(result)
+        if has_structure and all(map(_fits, outputs, state)):
+            return outputs
+        if not has_structure:
             expected = tree_unflatten(["Tensor"] * len(state), self.state_spec)
             returned = tree_map(lambda x: type(x).__name__, result)
             raise TypeError(f"f returned {returned}: it must have the structure of z0, {expected}")
-        for i, (out, x) in enumerate(zip(outputs, state, strict=True)):
-            if (
-                isinstance(out, Tensor)
-                and out.dtype in DTYPES
-                and out.shape == x.shape
-                and out.device == x.device
-                and out.layout is torch.strided
-            ):
-                continue
-            name = "f's output" if len(outputs) == 1 else f"f's output (leaf {i} of {len(outputs)})"
-            if not isinstance(out, Tensor):
-                kind = type(out).__name__
-                raise TypeError(f"{name} is of type {kind}: it must be a tensor of shape {tuple(x.shape)}")
-            if out.shape != x.shape:
-                raise ValueError(f"{name} has shape {tuple(out.shape)}: it must be shaped like z0, {tuple(x.shape)}")
-            if out.device != x.device:
-                raise ValueError(f"{name} is on {out.device}: it must be where z0 is, on {x.device}")
-            if out.layout != torch.strided:
-                raise TypeError(f"{name} has layout {out.layout}: it must be dense; use to_dense()")
-            raise TypeError(
-                f"{name} is {out.dtype}: it must be float32, float64, bfloat16 or float16; convert it inside f"
-            )
-        return outputs
+        i = list(map(_fits, outputs, state)).index(False)
+        raise _misfit(
+            "f's output" if len(outputs) == 1 else f"f's output (leaf {i} of {len(outputs)})", outputs[i], state[i]
+        )
 
     def _flattened_like_state(self, result: Any) -> tuple[State, bool]:
         """A dict may have its keys in another order."""
@@ -252,3 +242,25 @@ class _Disguise(torch.autograd.Function):
 
 def _disguise(leaves: State) -> State:
     return list(_Disguise.apply(*leaves))
+
+
+def _fits(out: Any, x: Tensor) -> bool:
+    return (
+        isinstance(out, Tensor)
+        and out.dtype in DTYPES
+        and out.shape == x.shape
+        and out.device == x.device
+        and out.layout is torch.strided
+    )
+
+
+def _misfit(name: str, out: Any, x: Tensor) -> Exception:
+    if not isinstance(out, Tensor):
+        return TypeError(f"{name} is of type {type(out).__name__}: it must be a tensor of shape {tuple(x.shape)}")
+    if out.shape != x.shape:
+        return ValueError(f"{name} has shape {tuple(out.shape)}: it must be shaped like z0, {tuple(x.shape)}")
+    if out.device != x.device:
+        return ValueError(f"{name} is on {out.device}: it must be where z0 is, on {x.device}")
+    if out.layout != torch.strided:
+        return TypeError(f"{name} has layout {out.layout}: it must be dense; use to_dense()")
+    return TypeError(f"{name} is {out.dtype}: it must be float32, float64, bfloat16 or float16; convert it inside f")

@@ -79,9 +79,11 @@ def test_the_comparison_names_a_file_that_is_not_a_table(tmp_path):
 
 def test_providers_take_turns():
     order = []
-    times = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 0.0, least=0.0, rounds=(3, 3))
+    runs = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+    times = take_turns(runs, 1.0, least=0.0, rounds=(3, 3))
     assert "".join(order).endswith("ababab")
     assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
+    assert len(take_turns(runs, 0.0, rounds=(3, 3))["a"]) == 3  # the first calls count
     assert ratio([2.0, 9.0, 4.0], [1.0, 1.0, 2.0]) == 2.0
 
 

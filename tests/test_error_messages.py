@@ -293,6 +293,8 @@ KERNELS = [
      "copy has strides (1, 2): it must be laid out like state, (3, 1)"),
     ("gaps in the state", relax(torch.zeros(8).double()[::2]), ValueError,
      "state has shape (4,) and strides (2,): it must be dense"),
+    ("an f with a gradient", relax(f=torch.zeros(4, requires_grad=True)), ValueError,
+     "f requires a gradient, which does not flow through a half-step: use f.detach()"),
     ("a copy with a gradient", relax(copy=torch.zeros(4, requires_grad=True)), ValueError,
      "copy requires a gradient, which does not flow through a half-step: use copy.detach()"),
     ("an adjoint of float64", invert_adjoint(torch.zeros(2, 3).double(), torch.zeros(2, 3)), TypeError,
