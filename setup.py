@@ -26,6 +26,7 @@ class BuildKernel(build_ext):
         flags = [
             "-std=c11",
             "-O2",
+            "-g0",
             "-ftree-vectorize",
             "-ffp-contract=off",
             "-fno-math-errno",
@@ -55,6 +56,14 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     license_files=["LICENSE"],
+    keywords=["deep equilibrium models", "reversible", "implicit layers", "pytorch", "triton"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
     install_requires=["torch>=2.6", 'triton>=3.2; platform_system == "Linux" and platform_machine == "x86_64"'],
     extras_require={

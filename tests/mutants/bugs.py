@@ -31,8 +31,8 @@ BUGS = (
     bug(
         "vjp not converted",
         "gpu.py",
-        "b_vjp = _load(p_vjp + o_row, m_row).to(p_adjoint.dtype.element_ty)",
-        "b_vjp = _load(p_vjp + o_row, m_row)",
+        "b_vjp = tl.load(p_vjp + o_row, mask=m_row).to(p_adjoint.dtype.element_ty)",
+        "b_vjp = tl.load(p_vjp + o_row, mask=m_row)",
     ),
     bug("f in float32", "gpu.py", "BETA * b_f.to(tl.float64)", "BETA * b_f.to(tl.float32)"),
     bug("times the inverse", "gpu.py", "1 / a if math.frexp(a)[0] in (0.5, -0.5) else None", "1 / a"),
@@ -48,8 +48,8 @@ BUGS = (
     bug("no division by p", "gpu_exact.py", "    if P == 1:\n", "    if P <= 2:\n"),
     bug("alarm of another half-step", "gpu_exact.py", "p_alarm += half_step * LANES", "p_alarm += half_step"),
     bug("floor off by one", "gpu_exact.py", "- 8589934592\n", "- 8589934591\n"),
-    bug("initial state loaded without its mask", "gpu_exact.py", "gpu._load(p_initial + o_row, m_row)",
-        "gpu._load(p_initial + o_row, None)"),
+    bug("initial state loaded without its mask", "gpu_exact.py", "_load(p_initial + o_row, m_row)",
+        "_load(p_initial + o_row, None)"),
     # what it does not
     bug("contraction, in both states", "gpu.py", "enable_fp_fusion=False", "enable_fp_fusion=True"),
     bug(
@@ -75,10 +75,10 @@ BUGS = (
     bug("32-bit offset of the exact state", "gpu_exact.py",
         "    start = tl.program_id(0).to(tl.int64) * (ROWS * LANES)\n",
         "    start = tl.program_id(0) * (ROWS * LANES)\n"),
-    bug("f loaded without its mask", "gpu.py", "_load(p_f + o_row, m_row).to(tl.float64)",
-        "_load(p_f + o_row, None).to(tl.float64)"),
-    bug("vjp loaded without its mask", "gpu.py", "_load(p_vjp + o_row, m_row)", "_load(p_vjp + o_row, None)"),
-    bug("what is masked is not 0", "gpu.py", "mask=m_row, other=0)", "mask=m_row, other=1)"),
+    bug("f loaded without its mask", "gpu.py", "tl.load(p_f + o_row, mask=m_row).to(tl.float64)",
+        "tl.load(p_f + o_row).to(tl.float64)"),
+    bug("vjp loaded without its mask", "gpu.py", "tl.load(p_vjp + o_row, mask=m_row)", "tl.load(p_vjp + o_row)"),
+    bug("what is masked adds to a sum", "gpu.py", "_or_zero(b_next * b_next, m_row)", "b_next * b_next"),
     bug("range of f before it is rounded", "gpu_exact.py", "b_fits = b_whole <", "b_fits = b_size <"),
     bug(
         "stored twice, first by a neighbour",
