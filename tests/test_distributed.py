@@ -1,5 +1,6 @@
 """Two processes, each with half of the batch, compute the gradient of one process with all of it."""
 
+import importlib
 import os
 import socket
 
@@ -107,4 +108,5 @@ def test_ddp_and_fsdp_with_two_processes():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(work, (port,), nprocs=2)
+    # pytest's own name for this module is one that other processes find in the repository's folder only
+    mp.spawn(importlib.import_module("test_distributed").work, (port,), nprocs=2)
