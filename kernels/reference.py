@@ -114,7 +114,7 @@ class HalfStep:
     def in_order(self, x: Tensor) -> Tensor:
         """x with its elements in the same places as the state's: x itself, or, at the cost of one more
         pass over memory, a copy."""
-        if x.stride() == self._stride:
+        if x.stride() == self._stride and not x.is_neg():
             return x
         return torch.empty_like(self.state, dtype=x.dtype).copy_(x)
 

@@ -89,7 +89,7 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
         del f_y
         if look:
             it.scheme.check([*relax_y, *relax_z], it.steps)
-        if (look and _has_arrived(it)) or last:
+        if (look and _has_arrived(it, initial)) or last:
             break
         f_z = it.f.value(z_copy)
     if any(c.is_inference() or c._version > 0 for c in y_copy):  # f changed its input in place, or may have
@@ -146,6 +146,7 @@ class Reversible(torch.autograd.Function):
             for step in reversed(range(it.steps)):
                 # copy is y_{n+1}; undo z_{n+1} = a z_n + beta f(y_{n+1})
                 out, vjp, by_inputs = it.f.vjp(copy, z_adjoint)
+                out = _apart(out, copy)
                 totals.add(by_inputs)
                 vjp = _zeros_for_none(vjp, copy)
                 if step > 0:
@@ -157,6 +158,7 @@ class Reversible(torch.autograd.Function):
                 # copy is z_n; undo y_{n+1} = a y_n + beta f(z_n)
                 by_state = step > 0 or initial_needs_grad
                 out, vjp, by_inputs = it.f.vjp(copy, y_adjoint, by_state)
+                out = _apart(out, copy)
                 totals.add(by_inputs)
                 vjp = _zeros_for_none(vjp, copy) if by_state else []
                 if step > 0:
@@ -175,6 +177,14 @@ class Reversible(torch.autograd.Function):
         if not keep:
             it.f.release()
         return (None, None, *initial_grads, *input_grads)
+
+
+def _apart(out: State, copy: State) -> State:
+    """f may return one part of its state as another, and the half-steps overwrite the parts one after the other."""
+    if len(copy) == 1:
+        return out
+    memory = {c.untyped_storage().data_ptr() for c in copy}
+    return [o.clone() if o.untyped_storage().data_ptr() in memory else o for o in out]
 
 
 def _undo(half_steps: list[HalfStep], out: State, adjoint: State, vjp: State) -> None:
@@ -218,12 +228,15 @@ class Totals:
         return [t if t is None else t.to(dtype) for t, dtype in zip(self._totals, self._dtypes, strict=True)]
 
 
-def _has_arrived(it: Iteration) -> bool:
+def _has_arrived(it: Iteration, initial: State) -> bool:
     residual = _residual(it)
     if not math.isfinite(residual):
+        if not all(x.isfinite().all() for x in initial):
+            raise FloatingPointError("z0 is not finite: start from finite numbers")
         raise FloatingPointError(
-            f"the state is not finite after step {it.steps} of at most {it.max_steps} (beta = {it.scheme.beta:.6g}): "
-            "f returns NaN or infinity, or the iteration diverges; try a smaller beta, or an f that contracts"
+            f"the norm of the state is not finite after step {it.steps} of at most {it.max_steps} (beta = "
+            f"{it.scheme.beta:.6g}): f returns NaN or infinity, or the iteration diverges; try a smaller beta, or an f "
+            "that contracts"
         )
     return it.tol is not None and residual <= it.tol
 

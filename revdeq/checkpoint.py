@@ -38,13 +38,16 @@ def cannot_write(path: Path, error: OSError) -> str:
 
 
 def load(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder: name the checkpoint in it, {path / 'best.pt'} for example")
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}: a run folder has last.pt and best.pt")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError) as error:
+        reason = (str(error) or type(error).__name__).partition("\n")[0]  # the rest is torch's advice for other files
         raise CheckpointError(
-            f"{path} cannot be read as a checkpoint, damaged or of another program: {error}"
+            f"{path} cannot be read as a checkpoint, damaged or of another program: {reason}"
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of `python -m revdeq train` (format {FORMAT!r})")

@@ -7,9 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import CheckpointFunction
 
 _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 """The node that a leaf's gradient arrives at."""
+
+_Reentrant = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
+"""The node of a checkpoint that calls `backward` by itself, past whoever asks for a gradient."""
 
 
 class Unreachable(RuntimeError):
@@ -58,6 +62,11 @@ class Search(TorchFunctionMode):
             if type(node) is _Leaf:
                 x = node.variable
                 reached[id(x)] = x
+            elif type(node) is _Reentrant:
+                raise RuntimeError(
+                    "f contains torch.utils.checkpoint with use_reentrant=True, which keeps the gradients of what is "
+                    "inside from the solver: use checkpoint(..., use_reentrant=False)"
+                )
             elif node._sequence_nr() >= start:
                 visited.add(node)
                 edges += node.next_functions
@@ -90,6 +99,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 def _sequence_number() -> int:
     """Of the next node that autograd makes in this thread."""
+    if torch.is_inference_mode_enabled():
+        return 0
     with torch.enable_grad():
         node = torch.empty((), requires_grad=True).view(()).grad_fn
     assert node is not None

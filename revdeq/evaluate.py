@@ -53,23 +53,19 @@ class Evaluation:
         if self.graph:
             # Casts of weights that autocast remembers from before the solve would look like dependencies of f.
             torch.clear_autocast_cache()
-            self._search = Search()
+        self._search = Search()
 
     def first(self, state: State) -> State:
         """f's outputs, without a graph, for the first time, when its dependencies can be seen as they enter."""
         buffers = Buffers(self.f)
+        leaves = [alias(x) if self.graph else x.detach() for x in state]
+        with self._draw, contextlib.nullcontext() if is_compiled(self.f) else self._search:
+            outputs = self._call(_disguise(leaves) if self.graph else leaves)
         if self.graph:
-            with self._draw:
-                leaves = [alias(x) for x in state]
-                with contextlib.nullcontext() if is_compiled(self.f) else self._search:
-                    outputs = self._call(_disguise(leaves))
             self._note_inputs(leaves, outputs)
             self._changes_its_input = any(x._version > 0 for x in state)
-            outputs = [x.detach() for x in outputs]
-        else:
-            outputs = self.value(state)
         buffers.check()
-        return outputs
+        return [x.detach() for x in outputs]
 
     def value(self, state: State) -> State:
         """f's outputs; the graph, if there was one, is gone."""

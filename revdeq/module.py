@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from .scheme import Exact
+from .scheme import Exact, checked_radix
 from .solve import checked_beta, checked_check, checked_f, checked_max_steps, checked_tol, solve
 
 
@@ -38,6 +38,7 @@ class RevDEQ(nn.Module):
     ) -> None:
         super().__init__()
         checked_f(f), checked_beta(beta), checked_max_steps(max_steps), checked_tol(tol), checked_check(check)
+        checked_radix(state, beta)
         self.f = f
         self.beta, self.max_steps, self.tol, self.state, self.check = beta, max_steps, tol, state, check
         self.last = None
@@ -66,4 +67,6 @@ class RevDEQ(nn.Module):
 def _zeros_like(x: Any) -> Tensor:
     if not isinstance(x, Tensor):
         raise TypeError(f"x is of type {type(x).__name__}: where it is not a tensor, pass z0, the state to start from")
+    if not x.is_floating_point():
+        raise TypeError(f"x is {x.dtype}: where it is not of floating point, pass z0, the state to start from")
     return torch.zeros_like(x, requires_grad=False)

@@ -84,6 +84,8 @@ class Training:
         for name in ("warmup", "weight_decay", "seed"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise SettingError(f"{name}={getattr(self, name)!r}: it must be 0 or larger")
+        if self.seed >= 2**63:
+            raise SettingError(f"seed={self.seed!r}: it must be below 2**63")
         for name, values in (("schedule", SCHEDULES), ("autocast", AUTOCAST)):
             if getattr(self, name) not in values:
                 raise SettingError(f"{name}={getattr(self, name)!r}: it must be one of {', '.join(map(str, values))}")

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .presets import SettingError
+
 
 class Processes:
     """rank, size, and the device of this process. Everything works for one process, too."""
@@ -17,7 +19,7 @@ class Processes:
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if device is None:
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
+        self.device = _checked(device)
         self.first = self.rank == 0
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -74,3 +76,16 @@ class Processes:
         if self.size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
+
+
+def _checked(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise SettingError(f"--device {name}: it must be cpu, or cuda or cuda:1 where there is such a GPU") from None
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if device.type != "cpu" and not (device.type == "cuda" and device.index < torch.cuda.device_count()):
+        there = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU"
+        raise SettingError(f"--device {name}: there is {there}; use cpu, or leave it out")
+    return device

@@ -49,7 +49,10 @@ class Scheme(Protocol):
 class Float64:
     """The paper's mixed precision."""
 
-    remedy: ClassVar[str] = 'Use state="exact", fewer steps or a smaller beta; or '
+    remedy: ClassVar[str] = (
+        "Either the float64 state was rounded beyond recovery: "
+        'use state="exact", fewer steps or a beta further from 1. Or '
+    )
     beta: float
     half_step: type[HalfStep]
 
@@ -146,18 +149,27 @@ class Integers:
     def _error(self, bits: int, what: str, name: str, if_not_finite: str) -> ArithmeticError:
         (size,) = struct.unpack("<f", struct.pack("<i", bits))
         if not math.isfinite(size):
-            return FloatingPointError(f"{what}: {name} is not finite; {if_not_finite}")
+            return FloatingPointError(f"{what}: {name} is not finite in float32; {if_not_finite}")
         fraction_bits, limit = self.radix.fraction_bits, 2.0 ** (31 - self.radix.fraction_bits)
-        needed = max(1, 30 - max(0, math.frexp(max(size, limit))[1]))
+        needed = 30 - max(0, math.frexp(max(size, limit))[1])
+        remedy = f"use state=revdeq.Exact(fraction_bits={needed}), or normalise {name}"
         return OverflowError(
             f"{what}: with {name} at {size:.3g}, where {fraction_bits} fraction bits hold magnitudes below {limit:g}; "
-            f"use state=revdeq.Exact(fraction_bits={needed}), or normalise {name}"
+            f"{remedy if needed >= 1 else f'normalise {name}'}"
         )
 
 
 def scheme_for(state: Any, beta: float, device: torch.device) -> Scheme:
-    if state == "float64":
+    radix = checked_radix(state, beta)
+    if radix is None:
         return Float64(beta, kernels.half_step(device))
+    return Integers(radix, kernels.exact_half_step(device))
+
+
+def checked_radix(state: Any, beta: float) -> exact.Radix | None:
+    """Of the integer state, if that is asked for."""
+    if state == "float64":
+        return None
     if state == "exact":
         state = Exact()
     if not isinstance(state, Exact):
@@ -168,4 +180,4 @@ def scheme_for(state: Any, beta: float, device: torch.device) -> Scheme:
             f"beta = {beta:.6g} has no usable fraction: state='exact' takes 1 - beta = p / d with d <= "
             f"{exact.LARGEST_DENOMINATOR}, neither 0 nor 1; use beta = 0.5, 0.8 or 0.9, for example"
         )
-    return Integers(radix, kernels.exact_half_step(device))
+    return radix

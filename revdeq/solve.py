@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
@@ -114,10 +115,18 @@ def _solve(
     max_steps = checked_max_steps(max_steps)
     tol = checked_tol(tol)
     check = checked_check(check)
+    if forward_ad._current_level >= 0:
+        raise RuntimeError(
+            "solve has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp), and a tangent would be "
+            "lost: use reverse mode, or call solve outside of the dual level"
+        )
     settle()
     initial, spec = checked_state(z0)
     device = initial[0].device
 
+    for path, x in tree_flatten_with_path(args)[0]:
+        if isinstance(x, Tensor):
+            _refuse_transformed(f"args{keystr(path)}", x)
     evaluation = Evaluation(f, spec, args, device)
     scheme = scheme_for(state, rounded if state == "float64" else float(beta), device)
     monitor = None
@@ -210,10 +219,7 @@ def checked_state(z0: Any) -> tuple[list[Tensor], Any]:
             raise TypeError(f"{name} is {x.dtype}: it must be float32, float64, bfloat16 or float16; use {remedy}")
         if is_traceable_wrapper_subclass(x):
             raise TypeError(f"{name} is a {type(x).__name__}, which holds other tensors: solve for those")
-        if torch._C._functorch.is_functorch_wrapped_tensor(x):
-            raise TypeError(
-                f"{name} is inside a transform of torch.func (grad, vmap, ...), which solve cannot be: use autograd"
-            )
+        _refuse_transformed(name, x)
         if x.layout != torch.strided:
             raise TypeError(f"{name} has layout {x.layout}: it must be dense; convert it with {name}.to_dense()")
         if x.device != paths[0][1].device:
@@ -223,5 +229,13 @@ def checked_state(z0: Any) -> tuple[list[Tensor], Any]:
         if x.device.type == "meta":
             raise ValueError(f"{name} is on the meta device, where nothing is computed: move it to a real one")
         # A tensor made in inference mode cannot be saved for the backward pass; its copy can.
-        leaves.append(x.clone() if x.is_inference() and torch.is_grad_enabled() else x)
+        leaves.append(x.clone() if x.is_inference() and torch.is_grad_enabled() else x.resolve_neg())
     return leaves, spec
+
+
+def _refuse_transformed(name: str, x: Tensor) -> None:
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        raise TypeError(
+            f"{name} is inside a transform of torch.func (grad, vmap, ...), which solve cannot be: call it outside, "
+            "with a batch dimension in place of vmap and with autograd in place of grad"
+        )

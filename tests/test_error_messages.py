@@ -17,14 +17,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import revdeq
 from revdeq import checkpoint, kernels, record
 from revdeq.checkpoint import CheckpointError
 from revdeq.data import DataError, cifar10, download, encoding, wikitext
+from revdeq.examples import ddp
 from revdeq.kernels import backends, cpu, exact, operators
 from revdeq.models import LanguageModel, MultiScale, SingleScale, Transformer
 from revdeq.presets import SettingError, configured, parsed
+from revdeq.processes import Processes
 
 try:
     import torchdeq
@@ -51,9 +54,26 @@ STATEFUL = (
 )
 NO_WAY_BACK = (
     "the backward pass did not find its way back to the initial state: it is off by … of the state's size, where "
-    "1e-04 can be trusted (beta = 0.9, max_steps = 24), and so the gradient of this solve is not exact. Use "
-    'state="exact", fewer steps or a smaller beta; or f does not compute the same when it is called again'
+    "1e-04 can be trusted (beta = 0.9, max_steps = 24), and so the gradient of this solve is not exact. "
+    'Either the float64 state was rounded beyond recovery: use state="exact", fewer steps or a beta further from 1. Or '
+    "f does not compute the same when it is called again"
 )
+
+
+TRANSFORMED = (
+    "inside a transform of torch.func (grad, vmap, ...), which solve cannot be: call it outside, with a batch "
+    "dimension in place of vmap and with autograd in place of grad"
+)
+
+
+def in_forward_mode():
+    with forward_ad.dual_level():
+        revdeq.solve(half, Z)
+
+
+def reentrant_checkpoint():
+    linear = nn.Linear(3, 3)
+    revdeq.solve(lambda z: torch.utils.checkpoint.checkpoint(linear, z, use_reentrant=True), Z)
 
 
 def solving(f=half, z0=Z, *args, **settings):
@@ -105,7 +125,7 @@ SOLVE = [
      f"z0['h'][1] is torch.int64: {REAL}; use z0['h'][1].float()"),
     ("z0 is complex", solving(z0=Z + 0j), TypeError, f"z0 is torch.complex64: {REAL}; use torch.view_as_real(z0)"),
     ("z0 is boolean", solving(z0=Z > 0), TypeError, f"z0 is torch.bool: {REAL}; use z0.float()"),
-    ("a layer of tokens", lambda: revdeq.RevDEQ(half)(torch.tensor([1, 2])), TypeError,
+    ("z0 is of tokens", solving(z0=torch.tensor([1, 2])), TypeError,
      f"z0 is torch.int64: {REAL}; use z0.float()"),
     ("z0 is sparse", solving(z0=torch.eye(3).to_sparse()), TypeError,
      "z0 has layout torch.sparse_coo: it must be dense; convert it with z0.to_dense()"),
@@ -114,7 +134,15 @@ SOLVE = [
     ("z0 is nowhere", solving(z0=Z.to("meta")), ValueError,
      "z0 is on the meta device, where nothing is computed: move it to a real one"),
     ("z0 is in a vmap", lambda: torch.func.vmap(lambda z: revdeq.solve(half, z).z)(torch.zeros(2, 3)), TypeError,
-     "z0 is inside a transform of torch.func (grad, vmap, ...), which solve cannot be: use autograd"),
+     f"z0 is {TRANSFORMED}"),
+    ("an argument is in a vmap", lambda: torch.func.vmap(lambda x: revdeq.solve(lambda z, x: z / 2 + x, Z, x).z)(
+        torch.zeros(2, 3)), TypeError, f"args[0] is {TRANSFORMED}"),
+    ("a tangent", in_forward_mode, RuntimeError,
+     "solve has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp), and a tangent would be lost: "
+     "use reverse mode, or call solve outside of the dual level"),
+    ("f contains a reentrant checkpoint", reentrant_checkpoint, RuntimeError,
+     "f contains torch.utils.checkpoint with use_reentrant=True, which keeps the gradients of what is inside from the "
+     "solver: use checkpoint(..., use_reentrant=False)"),
     ("a layer of nothing", lambda: revdeq.RevDEQ(half)(None), TypeError,
      "x is of type NoneType: where it is not a tensor, pass z0, the state to start from"),
     ("f returns another shape", solving(lambda z: z[:2]), ValueError,
@@ -142,18 +170,26 @@ SOLVE = [
     ("f contains an InstanceNorm", solving(nn.InstanceNorm1d(2, track_running_stats=True), torch.zeros(2, 2, 3)),
      RuntimeError, f"f contains an InstanceNorm in training mode, whose running statistics {STATEFUL}"),
     ("f diverges", solving(lambda z: z * 1e30 + 1, tol=1e-3, max_steps=40, beta=0.5), FloatingPointError,
-     "the state is not finite after step 2 of at most 40 (beta = 0.5): f returns NaN or infinity, or the iteration "
-     "diverges; try a smaller beta, or an f that contracts"),
+     "the norm of the state is not finite after step 2 of at most 40 (beta = 0.5): f returns NaN or infinity, or the "
+     "iteration diverges; try a smaller beta, or an f that contracts"),
     ("f is not finite", solving(lambda z: z / 0, state="exact"), FloatingPointError,
-     "the exact state was left in step 1: f is not finite; try a smaller beta, or an f that contracts"),
+     "the exact state was left in step 1: f is not finite in float32; try a smaller beta, or an f that contracts"),
     ("f is large", solving(lambda z: z * 0 + 150, state="exact"), OverflowError,
      "the exact state was left in step 1: with f at 150, where 24 fraction bits hold magnitudes below 128; use "
      "state=revdeq.Exact(fraction_bits=22), or normalise f"),
     ("z0 is large", solving(z0=Z + 500, state="exact"), OverflowError,
      "z0 does not fit the exact state: with z0 at 500, where 24 fraction bits hold magnitudes below 128; use "
      "state=revdeq.Exact(fraction_bits=21), or normalise z0"),
+    ("f is out of all range", solving(lambda z: z * 0 + 3e10, state="exact"), OverflowError,
+     "the exact state was left in step 1: with f at 3e+10, where 24 fraction bits hold magnitudes below 128; normalise "
+     "f"),
+    ("z0 is NaN", solving(z0=Z / 0), FloatingPointError, "z0 is not finite: start from finite numbers"),
+    ("a layer's unknown state", lambda: revdeq.RevDEQ(half, state="exat"), ValueError,
+     "state = 'exat' must be 'float64', 'exact' or revdeq.Exact(fraction_bits=...)"),
+    ("x is of integers", lambda: revdeq.RevDEQ(half)(torch.arange(3)), TypeError,
+     "x is torch.int64: where it is not of floating point, pass z0, the state to start from"),
     ("z0 is not finite", solving(z0=Z / 0, state="exact"), FloatingPointError,
-     "z0 does not fit the exact state: z0 is not finite; start from finite numbers"),
+     "z0 does not fit the exact state: z0 is not finite in float32; start from finite numbers"),
 ]  # fmt: skip
 
 
@@ -415,6 +451,14 @@ SETTINGS = [
     ("lr is text", setting("lr=fast"), SettingError, "lr='fast': it must be float"),
     ("lr is negative", setting("lr=-1"), SettingError, "lr=-1: it must be larger than 0"),
     ("seed is negative", setting("seed=-1"), SettingError, "seed=-1: it must be 0 or larger"),
+    ("seed is huge", setting("seed=99999999999999999999"), SettingError,
+     "seed=99999999999999999999: it must be below 2**63"),
+    ("an unknown device", lambda: Processes("tpu0"), SettingError,
+     "--device tpu0: it must be cpu, or cuda or cuda:1 where there is such a GPU"),
+    ("an example without torchrun", ddp.main, SystemExit,
+     "start it with torchrun: torchrun --nproc-per-node 2 -m revdeq.examples.ddp"),
+    ("a device that is not there", lambda: Processes("cuda:77"), SettingError,
+     "--device cuda:77: there is …; use cpu, or leave it out"),
     ("an unknown schedule", setting("schedule=step"), SettingError,
      "schedule='step': it must be one of plateau, cosine…"),
     ("beta is 1", setting("beta=1"), SettingError, "the model multi-scale cannot be made: beta = 1" + BETA),
@@ -496,7 +540,7 @@ def other_weights(files):
     checkpoint.load_weights(nn.Linear(2, 2), files.folder / "last.pt", {"model": nn.Linear(3, 2).state_dict()})
 
 
-PUT_IT_THERE = "Put it there, packed or unpacked, or pass --download to have it fetched:\n  FOLDER/"
+PUT_IT_THERE = "Put it there, packed or unpacked, or let `train --download` fetch it:\n  FOLDER/"
 
 FILES = [
     ("no images", lambda files: cifar10.find(files.folder), DataError,
@@ -554,6 +598,8 @@ FILES = [
      "--resume."),
     ("no checkpoint", lambda files: checkpoint.load(files.folder / "last.pt"), CheckpointError,
      "there is no checkpoint FOLDER/last.pt: a run folder has last.pt and best.pt"),
+    ("a run's folder", lambda files: checkpoint.load(files.folder), CheckpointError,
+     "FOLDER is a folder: name the checkpoint in it, FOLDER/best.pt for example"),
     ("a damaged checkpoint", lambda files: checkpoint.load(files.put("last.pt", b"PK")), CheckpointError,
      "FOLDER/last.pt cannot be read as a checkpoint, damaged or of another program: …"),
     ("another program's checkpoint", saved({"epoch": 3}), CheckpointError,

@@ -437,6 +437,8 @@ def test_batch_norm_in_training_mode_is_refused(as_closure):
     f = (lambda z: block(z)) if as_closure else block
     with pytest.raises(RuntimeError, match="put the layer outside f, as the paper does"):
         revdeq.solve(f, torch.zeros(4, 6))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="put the layer outside f, as the paper does"):
+        revdeq.solve(f, torch.zeros(4, 6))
     compare(block.eval(), torch.randn(4, 6))
     block.train().norm.track_running_stats = False
     block.norm.running_mean = block.norm.running_var = None
@@ -600,6 +602,30 @@ def test_f_may_return_its_input_a_view_or_an_expanded_tensor():
     before = x.detach().clone()
     revdeq.solve(lambda z: x, torch.zeros(4, 4)).z.sum().backward()
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("state", ["float64", "exact"])
+@pytest.mark.parametrize("passed_on", [lambda z: z, lambda z: z.contiguous(), nn.Dropout().eval(), lambda z: z[:]])
+def test_f_may_return_one_part_of_its_state_as_another(state, passed_on):
+    weight, x = (0.4 * torch.randn(4, 4)).requires_grad_(), torch.randn(3, 4, requires_grad=True)
+
+    def gradients(passed_on):
+        def f(z, x):
+            return passed_on(z[1]), torch.tanh(z[2] @ weight) + x, passed_on(z[0])
+
+        z0 = (torch.zeros(3, 4), torch.zeros(3, 4), torch.ones(3, 4))
+        solution = revdeq.solve(f, z0, x, beta=0.75, state=state, check="raise")
+        return torch.autograd.grad(sum(part.sum() for part in solution.z), [weight, x])
+
+    for ours, expected in zip(gradients(passed_on), gradients(torch.clone), strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_f_may_return_a_negative_view(shape):
+    x = torch.rand(shape, requires_grad=True)
+    compare(lambda z: torch.complex(z, 0.5 * z + x).conj().imag, torch.ones(shape), inputs=[x])
+    compare(lambda z: torch._neg_view(0.5 * z + x), torch._neg_view(torch.ones(shape)), inputs=[x])
 
 
 def test_f_that_returns_a_stored_input():

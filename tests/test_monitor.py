@@ -43,7 +43,7 @@ def test_beyond_its_range_it_warns_once_for_each_place_that_calls():
     assert all(w.filename == __file__ for w in caught)
     assert caught[0].lineno != caught[1].lineno
     assert "beta = 0.9, max_steps = 20" in str(caught[0].message)
-    assert "fewer steps or a smaller beta" in str(caught[0].message)
+    assert "fewer steps or a beta further from 1" in str(caught[0].message)
 
 
 def test_it_raises_or_keeps_silent_on_request():

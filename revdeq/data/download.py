@@ -62,7 +62,7 @@ SOURCES = {
 
 def instructions(name: str, folder: Path) -> str:
     lines = [f"  {folder / source.place}  from  {source.urls[0]}" for source in SOURCES[name]]
-    return "\n".join(["Put it there, packed or unpacked, or pass --download to have it fetched:", *lines])
+    return "\n".join(["Put it there, packed or unpacked, or let `train --download` fetch it:", *lines])
 
 
 def fetch(name: str, folder: Path) -> None:

@@ -24,6 +24,8 @@ def classifier(channels: int = 16) -> nn.Module:
 
 
 def main() -> None:
+    if "RANK" not in os.environ:
+        raise SystemExit(f"start it with torchrun: {(__doc__ or '').splitlines()[-1]}")
     gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     dist.init_process_group("nccl" if gpu else "gloo")
     device = torch.device("cuda", dist.get_node_local_rank()) if gpu else torch.device("cpu")

@@ -11,7 +11,7 @@ from ..adjoint import NORM_FLOOR
 from ..baselines import checkpointed, stored_graph
 from ..context import Draw
 from ..module import Last, RevDEQ
-from ..scheme import Exact, scheme_for
+from ..scheme import Exact
 from .blocks import checked_size
 
 SOLVERS = ("reversible", "stored", "checkpointed", "torchdeq")
@@ -42,7 +42,6 @@ class Equilibrium(RevDEQ):
         evaluations: int | None = None,
     ) -> None:
         super().__init__(f, beta, checked_size("steps", steps), tol, state, check)
-        scheme_for(state, beta, torch.device("cpu"))  # raises, if there is none
         self.solver = _checked_solver(solver, tol, state)
         self.evaluations = _checked_evaluations(2 * steps if evaluations is None else evaluations, solver)
         self._torchdeq = _anderson(self.evaluations, tol) if solver == "torchdeq" else None
@@ -138,9 +137,10 @@ class EquilibriumModel(nn.Module):
 
     @property
     def last(self) -> Last | None:
-        """What the last forward pass did: steps and nfe of all equilibria, the residual of the last one
-        (which is 1 where that takes a single step from zero)."""
+        """What the last forward pass did: steps and nfe of all equilibria, and the largest residual of those that took
+        more than a step (the first step from zero has a residual of 1)."""
         lasts = [m.last for m in self.equilibria if m.last is not None]
         if not lasts:
             return None
-        return Last(sum(x.steps for x in lasts), sum(x.nfe for x in lasts), lasts[-1].residual)
+        residuals = [x.residual for x in lasts if x.steps > 1] or [x.residual for x in lasts]
+        return Last(sum(x.steps for x in lasts), sum(x.nfe for x in lasts), torch.stack(residuals).amax())
