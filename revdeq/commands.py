@@ -51,12 +51,19 @@ def doctor(parser: argparse.ArgumentParser) -> Run:
 
 def train(parser: argparse.ArgumentParser) -> Run:
     """train a preset of the paper, or a small one for a CPU; with torchrun, on many GPUs or machines"""
-    parser.add_argument("preset", help="cifar10-single, cifar10-170k, cifar10-5m, cifar10-10m, wikitext103-94m, "
-                        "cifar10-tiny or wikitext2-tiny")  # fmt: skip
+    parser.add_argument(
+        "preset",
+        help="the paper's, for GPUs: cifar10-single, cifar10-170k, cifar10-5m, cifar10-10m, wikitext103-94m; for CPUs: "
+        "cifar10-tiny, wikitext2-tiny",
+    )
     _data_options(parser)
     parser.add_argument("--out", type=Path, metavar="RUN", help="the run's folder (default: runs/PRESET)")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of the model or the training"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a setting of the model or the training; one that does not exist, --set x=0, lists them all",
     )
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in RUN, if any")
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointFunction
 _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 """The node that a leaf's gradient arrives at."""
 
-_Reentrant = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
+_Reentrant = CheckpointFunction._backward_cls
 """The node of a checkpoint that calls `backward` by itself, past whoever asks for a gradient."""
 
 

@@ -74,7 +74,8 @@ def solve(
     tol: None takes exactly `max_steps` steps and never waits for the device. With tol > 0 the iteration stops
         after the first step whose relative change, `Solution.residual`, is at most tol.
     state: "float64" is the paper's mixed precision. "exact" keeps integers, in the same 8 bytes, which no step
-        changes beyond recovery: the gradient is exact for every beta and every number of steps. 1 - beta is taken
+        changes beyond recovery: the gradient is that of a stored graph of the same steps, for every beta and every
+        number of them. They resolve 6e-8 (2^-24), which is coarser than a float64 f. 1 - beta is taken
         as the nearest fraction with a denominator of at most 64. Magnitudes must stay below 128 (or set
         `revdeq.Exact(fraction_bits=...)`), and beyond some number of half-steps (beta .5: 32, .75: 16, .8: 13, .9:
         9) 4 more bytes per element are kept for every such number.
