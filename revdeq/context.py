@@ -37,7 +37,7 @@ class Settings:
 
     def __init__(self, device: torch.device) -> None:
         self._values = [read() for read, _ in GLOBAL_SETTINGS]
-        self._default_device = torch.get_default_device()
+        self._default_device = _default_device()
         self._autocast = [_autocast(kind) for kind in sorted({"cpu", device.type})]
 
     @contextlib.contextmanager
@@ -49,12 +49,16 @@ class Settings:
                 _, write = GLOBAL_SETTINGS[i]
                 stack.callback(write, now[i])
                 write(self._values[i])
-            if self._default_device != torch.get_default_device():
+            if self._default_device != _default_device():
                 stack.enter_context(self._default_device)
             for settings in self._autocast:
                 if settings != _autocast(settings["device_type"]):
                     stack.enter_context(torch.autocast(**settings))
             yield
+
+
+def _default_device() -> torch.device:
+    return torch.empty(0).device  # torch.get_default_device() knew nothing of `with torch.device(...)` in torch 2.6
 
 
 def _autocast(device_type: str) -> dict[str, Any]:
