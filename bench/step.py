@@ -95,6 +95,8 @@ WITH_TOLERANCE = {
     "torchdeq Broyden, IFT": with_torchdeq("broyden", iterations=30, tol=TOL, ift=True),
     "torchdeq Anderson, phantom": with_torchdeq("anderson", iterations=30, tol=TOL, grad=1),
 }
+PRELOADED = ["revdeq.models", "revdeq.baselines", "torchdeq", "torch._dynamo", "torch.fx.experimental.symbolic_shapes"]
+"""What a measurement of memory imports, torch's profiler included: two seconds of it."""
 FAMILIES = {"step": SOLVERS, "tolerance": WITH_TOLERANCE}
 TOLERANCE_STEPS = 15
 """The most that the reversible solver takes: 30 evaluations, as for torchdeq."""
@@ -200,26 +202,26 @@ def peak(family, provider, block, n):
 def measured(family, provider, block, n, processes):
     """Everything but the time, by quantity."""
     solver = FAMILIES[family][provider]
-    with processes.Pool(1) as pool:
-        memory = pool.apply(peak, (family, provider, block, n))
     fixed_point = family == "tolerance" or provider.startswith("torchdeq")
     results, gradients = errors_and_gradients(solver, block, n, 64 if fixed_point else n)
     if provider.startswith("reversible"):
         results["reversal error"] = reversal_error(solver, block, n, gradients)
-    return {"bytes": memory, **results}
+    if not lost(results):
+        with processes.Pool(1) as pool:
+            results["bytes"] = pool.apply(peak, (family, provider, block, n))
+    return results
 
 
 def timed(family, names, block, n, budget):
     f, x, seed = problem(block)
     runs = {"bare": lambda: bare(f, x, n, seed)} if family == "step" else {}
     for name in names:
-        if family == "tolerance" or n in ONLY_AT.get(name, (n,)):
-            runs[name] = functools.partial(gradient, FAMILIES[family][name], f, x, n, seed)
+        runs[name] = functools.partial(gradient, FAMILIES[family][name], f, x, n, seed)
     return take_turns(runs, budget, rounds=(3, 15) if n < 16 else (1, 2))
 
 
 def lost(row):
-    """Whether this is beyond the range of the float64 state: its time and memory buy nothing."""
+    """Whether this is beyond the range of the float64 state: its time and memory would buy nothing."""
     return not row.get("reversal error", 0.0) <= AGREE  # also if it is NaN
 
 
@@ -228,14 +230,15 @@ def show(title, times, results):
     print(
         f"  {'':38}{'time':>12}{'over bare':>11}{'memory':>11}{'evaluations':>13}{'gradient error':>16}{'reversal':>10}"
     )
-    for provider in times:
-        seconds, row = times[provider], results.get(provider, {})
-        over = f"{ratio(seconds, times['bare']):.3f}" if "bare" in times and not lost(row) else ""
-        memory = f"{row['bytes'] / 2**20:.1f} MiB" if row else ""
+    for provider in dict.fromkeys([*times, *results]):
+        seconds, row = times.get(provider), results.get(provider, {})
+        took = f"{min(seconds) * 1e3:.1f} ms" if seconds else "lost"
+        over = f"{ratio(seconds, times['bare']):.3f}" if "bare" in times and seconds else ""
+        memory = f"{row['bytes'] / 2**20:.1f} MiB" if "bytes" in row else ""
         error = f"{row['gradient error']:.1e}" if row else ""
         reversal = f"{row['reversal error']:.0e}" if "reversal error" in row else ""
-        count = "lost" if lost(row) else row.get("evaluations", "")
-        print(f"  {provider:38}{min(seconds) * 1e3:9.1f} ms{over:>11}{memory:>11}{count:>13}{error:>16}{reversal:>10}")
+        count = row.get("evaluations", "")
+        print(f"  {provider:38}{took:>12}{over:>11}{memory:>11}{count:>13}{error:>16}{reversal:>10}")
 
 
 def main():
@@ -249,21 +252,22 @@ def main():
         cases += [("tolerance", block, TOLERANCE_STEPS) for block in SHAPES]
     # A server that has imported everything and computed nothing forks a process for each measurement.
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["revdeq.models", "revdeq.baselines", "torchdeq"])
+    processes.set_forkserver_preload(PRELOADED)
     for family, block, n in tqdm(cases, desc="whole steps", leave=False, disable=None):
-        times = timed(family, QUICK if quick else FAMILIES[family], block, n, budget)
-        results = {name: measured(family, name, block, n, processes) for name in times if name != "bare"}
+        names = [name for name in FAMILIES[family] if family == "tolerance" or n in ONLY_AT.get(name, (n,))]
+        if quick:
+            names = list(QUICK)
+        results = {name: measured(family, name, block, n, processes) for name in names}
+        times = timed(family, [name for name in names if not lost(results[name])], block, n, budget)
         title = f"{block}, N = {n}" if family == "step" else f"{block}, tolerance {TOL:g}, at most {2 * n} evaluations"
         show(title, times, results)
         if table is None:
             continue
         for provider, seconds in times.items():
-            row = results.get(provider, {})
-            if not lost(row):
-                table.add(f"{family}, {block}", provider, n, "seconds", seconds)
+            table.add(f"{family}, {block}", provider, n, "seconds", seconds)
+        for provider, row in results.items():
             for quantity, value in row.items():
-                if quantity.endswith("error") or not lost(row):
-                    table.add(f"{family}, {block}", provider, n, quantity, [value])
+                table.add(f"{family}, {block}", provider, n, quantity, [value])
 
 
 if __name__ == "__main__":
