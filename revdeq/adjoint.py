@@ -117,13 +117,13 @@ class Reversible(torch.autograd.Function):
                 "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate "
                 "an iteration that you unroll yourself"
             )
-        it, size, (a, beta) = ctx.it, ctx.size, (ctx.it.scheme.a, ctx.it.scheme.beta)
-        saved = list(ctx.saved_tensors)  # all of them, for autograd's check that none was changed in place
-        if ctx.spent:  # saved tensors are freed by a backward pass that ends, but not by one that is interrupted
+        if ctx.spent:
             raise RuntimeError(
                 "this backward pass was interrupted and cannot run a second time: it had begun to undo the steps. "
                 "Solve again, or call backward with retain_graph=True"
             )
+        it, size, (a, beta) = ctx.it, ctx.size, (ctx.it.scheme.a, ctx.it.scheme.beta)
+        saved = list(ctx.saved_tensors)  # all of them, for autograd's check that none was changed in place
         last, initial = saved[: 2 * size], [x.detach() for x in saved[2 * size * (1 + ctx.spills) :][:size]]
         spilled = [saved[2 * size + i * ctx.spills :][: ctx.spills] for i in range(2 * size)]
         keep = _graph_is_kept()
@@ -176,6 +176,7 @@ class Reversible(torch.autograd.Function):
         input_grads = totals.rounded()
         if not keep:
             it.f.release()
+        ctx.spent = False  # autograd frees what it saved, and says so the next time; after an interruption it does not
         return (None, None, *initial_grads, *input_grads)
 
 

@@ -304,6 +304,8 @@ def forced(name, device="cpu", **missing):
         with contextlib.ExitStack() as stack:
             for module, attribute in missing.values():
                 stack.enter_context(mock.patch.object(module, attribute, None))
+            if name == "cpu" and not missing:
+                stack.enter_context(mock.patch.object(cpu, "library", mock.Mock()))
             if name == "triton" and not missing:
                 gpu = mock.Mock(runs_on=lambda device: False)
                 stack.enter_context(mock.patch.object(backends, "gpu", gpu))
@@ -342,7 +344,7 @@ KERNELS = [
      "backend(name) is 'cuda': expected one of 'triton', 'cpu', 'reference'"),
     ("no compiler", forced("cpu", missing=(cpu, "library")), RuntimeError,
      "backend 'cpu' is forced, but the C kernel was not built: install a C compiler and reinstall revdeq"),
-    ("C on another device", forced("cpu", "meta", library=(mock.Mock(), "x")), RuntimeError,
+    ("C on another device", forced("cpu", "meta"), RuntimeError,
      "backend 'cpu' is forced, but it cannot run on meta tensors: move them to the CPU"),
     ("no Triton", forced("triton", missing=(backends, "gpu")), RuntimeError,
      "backend 'triton' is forced, but Triton is not installed: `pip install triton` (Linux)"),

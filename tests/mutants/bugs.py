@@ -78,7 +78,6 @@ BUGS = (
     bug("f loaded without its mask", "gpu.py", "tl.load(p_f + o_row, mask=m_row).to(tl.float64)",
         "tl.load(p_f + o_row).to(tl.float64)"),
     bug("vjp loaded without its mask", "gpu.py", "tl.load(p_vjp + o_row, mask=m_row)", "tl.load(p_vjp + o_row)"),
-    bug("what is masked adds to a sum", "gpu.py", "_or_zero(b_next * b_next, m_row)", "b_next * b_next"),
     bug("range of f before it is rounded", "gpu_exact.py", "b_fits = b_whole <", "b_fits = b_size <"),
     bug(
         "stored twice, first by a neighbour",
