@@ -253,11 +253,12 @@ def main():
         if seed == 0 or study != "states"
     ]
     threads = max(1, torch.get_num_threads() // arguments.jobs)
+    done = table(arguments.results / "runs.csv")
 
     def train_and_measure(study, label, changes, seed):
         updates = arguments.updates or UPDATES[study]
         key = {"study": study, "label": label, "seed": str(seed), "updates": str(updates)}
-        if any(key.items() <= row.items() for row in table(arguments.results / "runs.csv")):
+        if any(key.items() <= row.items() for row in done):
             return
         if until is not None and time.monotonic() > until:
             return

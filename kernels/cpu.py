@@ -66,8 +66,7 @@ class HalfStep(reference.HalfStep):
         self._relax = library.revdeq_relax
 
     def relax(self, f: Tensor) -> None:
-        if f.stride() != self._stride or f.is_neg():
-            f = self.in_order(f)
+        f = self.in_order(f)
         self._relax(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads())
 
     def relax_norms(self, f: Tensor) -> Tensor:

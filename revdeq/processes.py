@@ -17,9 +17,7 @@ class Processes:
 
     def __init__(self, device: str | None = None) -> None:
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        if device is None:
-            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-        self.device = _checked(device)
+        self.device = _checked(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.first = self.rank == 0
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

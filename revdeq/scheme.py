@@ -152,10 +152,10 @@ class Integers:
             return FloatingPointError(f"{what}: {name} is not finite in float32; {if_not_finite}")
         fraction_bits, limit = self.radix.fraction_bits, 2.0 ** (31 - self.radix.fraction_bits)
         needed = 30 - max(0, math.frexp(max(size, limit))[1])
-        remedy = f"use state=revdeq.Exact(fraction_bits={needed}), or normalise {name}"
+        remedy = f"use state=revdeq.Exact(fraction_bits={needed}), or " if needed >= 1 else ""
         return OverflowError(
             f"{what}: with {name} at {size:.3g}, where {fraction_bits} fraction bits hold magnitudes below {limit:g}; "
-            f"{remedy if needed >= 1 else f'normalise {name}'}"
+            f"{remedy}normalise {name}"
         )
 
 

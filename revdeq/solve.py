@@ -125,9 +125,10 @@ def _solve(
     initial, spec = checked_state(z0)
     device = initial[0].device
 
-    for path, x in tree_flatten_with_path(args)[0]:
-        if isinstance(x, Tensor):
-            _refuse_transformed(f"args{keystr(path)}", x)
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # paths take time, and only a transform needs them
+        for path, x in tree_flatten_with_path(args)[0]:
+            if isinstance(x, Tensor):
+                _refuse_transformed(f"args{keystr(path)}", x)
     evaluation = Evaluation(f, spec, args, device)
     scheme = scheme_for(state, rounded if state == "float64" else float(beta), device)
     monitor = None
