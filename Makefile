@@ -22,7 +22,7 @@ lint: .venv/installed
 	cd .venv/types && ../bin/mypy --config-file $(CURDIR)/pyproject.toml -p revdeq
 
 mutants: .venv/installed
-	$(BIN)/python tests/mutants
+	$(BIN)/python tests/tools/mutants
 
 .venv/installed: setup.py pyproject.toml .ci/constraints.txt kernels/cpu.c
 	@echo "Setting up .venv (torch is large: this takes a minute or two) ..."

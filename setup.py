@@ -12,6 +12,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError
 
 ROOT = Path(__file__).parent
+PACKAGES = ("_solver", "cli", "examples", "models", "training", "training.data")
 
 
 class BuildKernel(build_ext):
@@ -73,7 +74,7 @@ setup(
         "train": ["matplotlib", "numpy", "tiktoken", "tqdm"],
         "lint": ["mypy", "ruff"],
     },
-    packages=["revdeq", "revdeq.data", "revdeq.examples", "revdeq.kernels", "revdeq.models"],
+    packages=["revdeq", "revdeq.kernels", *(f"revdeq.{name}" for name in PACKAGES)],
     package_dir={"revdeq": "revdeq", "revdeq.kernels": "kernels"},
     package_data={"revdeq": ["py.typed"], "revdeq.kernels": ["cpu.c"]},
     ext_modules=[Extension("revdeq.kernels._cpu", ["kernels/cpu.c"], optional=True)],

@@ -22,8 +22,8 @@ from tqdm import tqdm
 from turns import take_turns
 
 import revdeq
-from revdeq import evaluate
-from revdeq.adjoint import Totals
+from revdeq._solver import function as evaluate
+from revdeq._solver.adjoint import Totals
 from revdeq.kernels import half_step
 
 N = 8

@@ -29,10 +29,11 @@ from pathlib import Path
 
 import torch
 
-from revdeq import checkpoint, train
-from revdeq.generate import restored_vocabulary
 from revdeq.models import ResNet, Transformer, count_parameters
-from revdeq.presets import PRESETS, Preset
+from revdeq.training import checkpoint
+from revdeq.training import run as train
+from revdeq.training.generate import restored_vocabulary
+from revdeq.training.presets import PRESETS, Preset
 
 HERE = Path(__file__).parent
 PRESET = {"language": "wikitext2-tiny", "image": "cifar10-tiny", "states": "cifar10-tiny"}

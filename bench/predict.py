@@ -12,7 +12,7 @@ from pathlib import Path
 
 from table import options
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/tools"))
 import gpu_targets
 
 ELEMENTS = 2**24

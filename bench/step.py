@@ -27,8 +27,8 @@ from tqdm import tqdm
 from turns import ratio, take_turns
 
 import revdeq
+from revdeq._device import peak_memory
 from revdeq.baselines import checkpointed, stored_graph
-from revdeq.measure import peak_memory
 from revdeq.models import ConvBlock, TransformerBlock
 
 DEVICE = device()

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from .commands import COMMANDS
+from .cli.commands import COMMANDS
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ from torchdeq.core import DEQBase
 from torchdeq.solver.stat import SolverStat
 from torchdeq.utils.config import DEQConfig
 
-from .solve import checked_beta, checked_tol, solve
+from ._solver.solve import checked_beta, checked_tol, solve
 
 KNOWN = ("core", "beta", "f_max_iter", "f_tol", "eval_factor", "eval_f_max_iter", "no_stat")
 

@@ -6,9 +6,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from revdeq._device import devices, synchronize
+from revdeq._solver.monitor import settle
 from revdeq.kernels import backends, cpu
-from revdeq.measure import devices, synchronize
-from revdeq.monitor import settle
 
 DEVICE = devices()[0]
 """What the tests run on: a GPU, if there is one."""

@@ -20,14 +20,15 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import revdeq
-from revdeq import checkpoint, kernels, record
-from revdeq.checkpoint import CheckpointError
-from revdeq.data import DataError, cifar10, download, encoding, wikitext
+from revdeq import kernels
 from revdeq.examples import ddp
 from revdeq.kernels import backends, cpu, exact, operators
 from revdeq.models import LanguageModel, MultiScale, SingleScale, Transformer
-from revdeq.presets import SettingError, configured, parsed
-from revdeq.processes import Processes
+from revdeq.training import checkpoint, record
+from revdeq.training.checkpoint import CheckpointError
+from revdeq.training.data import DataError, cifar10, download, encoding, wikitext
+from revdeq.training.presets import SettingError, configured, parsed
+from revdeq.training.processes import Processes
 
 try:
     import torchdeq
@@ -526,7 +527,7 @@ def unreachable(files, sent=None):
 
 def saving(files):
     files.put("last.pt", b"as it was")
-    with mock.patch("revdeq.checkpoint.replacing", side_effect=OSError(28, "No space left on device")):
+    with mock.patch("revdeq.training.checkpoint.replacing", side_effect=OSError(28, "No space left on device")):
         checkpoint.save(files.folder / "last.pt", {})
 
 
@@ -628,10 +629,10 @@ def test_what_is_said(act, kind, text, tmp_path):
         act(Files(tmp_path)) if inspect.signature(act).parameters.get("files") else act()
 
 
-ELSEWHERE = ("test_data.py", "test_train.py", "test_command_line.py")
+ELSEWHERE = ("training/test_data.py", "training/test_train.py", "cli/test_command_line.py")
 """Tests of what needs a training, or data to train on: of the messages there, three words in a row are compared."""
 
-WITH_TRAINING = ("data", "commands.py", "generate.py", "train.py")
+WITH_TRAINING = ("cli", "training")
 
 UNSEEN = {
     "… is a …, which holds other tensors: solve for those": "needs a tensor subclass: test_inside_f.py",

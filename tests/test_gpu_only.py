@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import revdeq
-from revdeq import doctor, measure
+from revdeq import _device as measure
+from revdeq.cli import doctor
 from revdeq.kernels import exact, reference
 from revdeq.models import ConvBlock, TransformerBlock
 
@@ -31,7 +32,7 @@ def verdicts():
     """Those of one test do not come in the next."""
     yield
     measure.synchronize(DEVICE)
-    revdeq.monitor.settle()
+    revdeq._solver.monitor.settle()
 
 
 @pytest.fixture
@@ -215,7 +216,7 @@ def test_peak_memory_is_the_same_at_every_depth(state):
 
 
 def test_the_backward_pass_that_lost_its_way_is_told_of_at_a_later_solve(monkeypatch):
-    monkeypatch.setattr(revdeq.monitor, "_already_warned", set())
+    monkeypatch.setattr(revdeq._solver.monitor, "_already_warned", set())
     torch.manual_seed(0)
     f, z0 = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(DEVICE), torch.randn(5, 8, device=DEVICE)
     revdeq.solve(f, z0, beta=0.9, max_steps=20, check="raise").z.sum().backward()

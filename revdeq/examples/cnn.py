@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import revdeq
-from revdeq.demo import Digits
-from revdeq.measure import devices
+from revdeq._device import devices
+from revdeq.cli.demo import Digits
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import revdeq
-from revdeq.demo import Digits
+from revdeq.cli.demo import Digits
 from revdeq.models import ConvBlock
 
 

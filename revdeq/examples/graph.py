@@ -15,7 +15,7 @@ from sklearn.neighbors import NearestNeighbors
 from torch import Tensor, nn
 
 import revdeq
-from revdeq.measure import devices, peak_memory
+from revdeq._device import devices, peak_memory
 
 
 class Propagate(nn.Module):

@@ -13,9 +13,9 @@ import torchdeq
 from torch import Tensor, nn
 
 import revdeq.torchdeq  # noqa: F401
+from revdeq._device import devices, peak_memory
 from revdeq.baselines import stored_graph
-from revdeq.demo import Digits
-from revdeq.measure import devices, peak_memory
+from revdeq.cli.demo import Digits
 
 EVALUATIONS = 16
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adjoint import NORM_FLOOR
+from .._solver.adjoint import NORM_FLOOR
+from .._solver.context import Draw
+from .._solver.layer import Last, RevDEQ
+from .._solver.scheme import Exact
 from ..baselines import checkpointed, stored_graph
-from ..context import Draw
-from ..module import Last, RevDEQ
-from ..scheme import Exact
 from .blocks import checked_size
 
 SOLVERS = ("reversible", "stored", "checkpointed", "torchdeq")

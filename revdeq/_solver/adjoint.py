@@ -1,0 +1,268 @@
+"""The reversible iteration and its adjoint: one autograd function.
+
+Forward, from y_0 = z_0 and with a = 1 - beta (equation 5 of the paper):
+
+    y_{n+1} = a y_n + beta f(z_n)        z_{n+1} = a z_n + beta f(y_{n+1})
+
+Backward, the half-steps are undone in the opposite order (equation 6) while the adjoints follow
+(Algorithm 1). Nothing is kept between the passes but the last state, and no more than one graph of f is
+alive at a time.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.reference import HalfStep
+from .function import Evaluation, State
+from .monitor import Monitor, can_look
+from .scheme import Scheme
+
+NORM_FLOOR = 1e-5
+"""Added to the norm of the state in the relative change, so that a solution of zero can be reached."""
+
+
+@dataclass
+class Iteration:
+    """What to iterate, and after the forward pass: the steps that were taken, and the squared 2-norms of the
+    last change of z and of z."""
+
+    f: Evaluation
+    scheme: Scheme
+    max_steps: int
+    tol: float | None
+    monitor: Monitor | None
+    steps: int = 0
+    norms: Tensor | None = None
+
+
+@dataclass
+class Outcome:
+    """The last states, as the solver keeps them and in the dtypes that f reads, and what it put aside."""
+
+    y: State
+    z: State
+    y_copy: State
+    z_copy: State
+    spilled: list[State]
+
+
+def iterate(it: Iteration, initial: State) -> Outcome:
+    """The forward pass. Where divergence can be seen without waiting for the device it is an error."""
+    initial = [x.detach() for x in initial]
+    outcome = _iterate(it, initial, look=it.tol is not None)
+    if it.tol is None and can_look(initial[0]) and not math.isfinite(_residual(it)):
+        it.steps = 0
+        return _iterate(it, initial, look=True)  # once more, to say at which step
+    return outcome
+
+
+def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
+    """With `look`, after each step: it waits for the device."""
+    z_copy = [x.clone() for x in initial]
+    f_z = it.f.first(z_copy)
+    y_copy = [torch.empty_like(c) for c in z_copy]
+    y = it.scheme.start(initial, z_copy)
+    z = [x.clone() for x in y]
+    relax_y, relax_z = it.scheme.bind(y, y_copy, it.max_steps), it.scheme.bind(z, z_copy, it.max_steps)
+    if it.tol is None:
+        it.scheme.make_room([*relax_y, *relax_z])
+    while True:
+        it.steps += 1
+        last = it.steps == it.max_steps
+        for half_step, out in zip(relax_y, f_z, strict=True):
+            half_step.relax(out)
+        del f_z
+        f_y = it.f.value(y_copy)
+        if look or last:
+            partial = [h.relax_norms(out).sum((1, 2)) for h, out in zip(relax_z, f_y, strict=True)]
+            it.norms = functools.reduce(torch.add, partial)
+        else:
+            for half_step, out in zip(relax_z, f_y, strict=True):
+                half_step.relax(out)
+        del f_y
+        if look:
+            it.scheme.check([*relax_y, *relax_z], it.steps)
+        if (look and _has_arrived(it, initial)) or last:
+            break
+        f_z = it.f.value(z_copy)
+    if any(c.is_inference() or c._version > 0 for c in y_copy):  # f changed its input in place, or may have
+        y_copy = it.scheme.read(y, y_copy)
+    if not look:
+        it.scheme.check([*relax_y, *relax_z], None)
+    return Outcome(y, z, y_copy, z_copy, [h.spilled for h in (*relax_y, *relax_z)])
+
+
+class Reversible(torch.autograd.Function):
+    """The outcome of an iteration as a function of the initial state and of `f.inputs`: the last y, then the
+    last z. It is only now, when f has been evaluated, that all of its inputs are known."""
+
+    @staticmethod
+    def forward(ctx: Any, it: Iteration, outcome: Outcome, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.it, ctx.size, ctx.spills, ctx.spent = it, len(outcome.y), len(outcome.spilled[0]), False
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*itertools.chain(outcome.y, outcome.z, *outcome.spilled), *tensors)
+        return (*outcome.y_copy, *outcome.z_copy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate "
+                "an iteration that you unroll yourself"
+            )
+        if ctx.spent:
+            raise RuntimeError(
+                "this backward pass was interrupted and cannot run a second time: it had begun to undo the steps. "
+                "Solve again, or call backward with retain_graph=True"
+            )
+        it, size, (a, beta) = ctx.it, ctx.size, (ctx.it.scheme.a, ctx.it.scheme.beta)
+        saved = list(ctx.saved_tensors)  # all of them, for autograd's check that none was changed in place
+        last, initial = saved[: 2 * size], [x.detach() for x in saved[2 * size * (1 + ctx.spills) :][:size]]
+        spilled = [saved[2 * size + i * ctx.spills :][: ctx.spills] for i in range(2 * size)]
+        keep = _graph_is_kept()
+        ctx.spent = not keep
+        if keep:
+            last = [x.clone() for x in last]
+        y, z = last[:size], last[size:]
+        copy = it.scheme.read(y, initial)
+        invert_y = it.scheme.bind(y, copy, it.steps, spilled[:size])
+        invert_z = it.scheme.bind(z, copy, it.steps, spilled[size:])
+
+        # An adjoint is kept multiplied by beta, to be the seed of the next product, and its decay by a waits
+        # for the pass that adds to it: the first such pass must find the gradient of y divided by a.
+        y_adjoint = [_scaled(g, beta / a, c) for g, c in zip(grads[:size], copy, strict=True)]
+        z_adjoint = [_scaled(g, beta, c) for g, c in zip(grads[size:], copy, strict=True)]
+        initial_needs_grad = any(ctx.needs_input_grad[2 : 2 + size])
+        totals = Totals(it.f.inputs)
+        maxima: State = []
+        with it.f.again():
+            for step in reversed(range(it.steps)):
+                # copy is y_{n+1}; undo z_{n+1} = a z_n + beta f(y_{n+1})
+                out, vjp, by_inputs = it.f.vjp(copy, z_adjoint)
+                out = _apart(out, copy)
+                totals.add(by_inputs)
+                vjp = _zeros_for_none(vjp, copy)
+                if step > 0:
+                    _undo(invert_z, out, y_adjoint, vjp)
+                else:  # the initial state is known: use it, not its reconstruction
+                    maxima += _undo_and_compare(invert_z, out, initial, y_adjoint, vjp)
+                    for c, x in zip(copy, initial, strict=True):
+                        c.copy_(x)
+                # copy is z_n; undo y_{n+1} = a y_n + beta f(z_n)
+                by_state = step > 0 or initial_needs_grad
+                out, vjp, by_inputs = it.f.vjp(copy, y_adjoint, by_state)
+                out = _apart(out, copy)
+                totals.add(by_inputs)
+                vjp = _zeros_for_none(vjp, copy) if by_state else []
+                if step > 0:
+                    _undo(invert_y, out, z_adjoint, vjp)
+                else:
+                    maxima += _undo_and_compare(invert_y, out, initial, z_adjoint, vjp)
+        if it.monitor is not None:
+            it.monitor.judge(maxima)
+
+        initial_grads: list[Tensor | None] = [None] * size
+        if initial_needs_grad:  # z_0 starts both y and z
+            initial_grads = [
+                ((zb + a * yb) / beta).to(x.dtype) for yb, zb, x in zip(y_adjoint, z_adjoint, initial, strict=True)
+            ]
+        input_grads = totals.rounded()
+        if not keep:
+            it.f.release()
+        ctx.spent = False  # autograd frees what it saved, and says so the next time; after an interruption it does not
+        return (None, None, *initial_grads, *input_grads)
+
+
+def _apart(out: State, copy: State) -> State:
+    """f may return one part of its state as another, and the half-steps overwrite the parts one after the other."""
+    if len(copy) == 1:
+        return out
+    memory = {c.untyped_storage().data_ptr() for c in copy}
+    return [o.clone() if o.untyped_storage().data_ptr() in memory else o for o in out]
+
+
+def _undo(half_steps: list[HalfStep], out: State, adjoint: State, vjp: State) -> None:
+    for half_step, *tensors in zip(half_steps, out, adjoint, vjp, strict=True):
+        half_step.invert_adjoint(*tensors)
+
+
+def _undo_and_compare(
+    half_steps: list[HalfStep], out: State, initial: State, adjoint: State, vjp: State
+) -> list[Tensor]:
+    """The last time: without a product, no adjoint is asked for."""
+    if not vjp:
+        return [h.invert_compare(o, x, None, None) for h, o, x in zip(half_steps, out, initial, strict=True)]
+    rows = zip(half_steps, out, initial, adjoint, vjp, strict=True)
+    return [half_step.invert_compare(*tensors) for half_step, *tensors in rows]
+
+
+class Totals:
+    """Sums of gradients, in float32 or better: in bfloat16 they would be off by half a percent."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._dtypes = [x.dtype for x in tensors]
+        self._totals: list[Tensor | None] = [None] * len(tensors)
+
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        sums, addends = [], []
+        for i, grad in enumerate(grads):
+            total = self._totals[i]
+            if grad is None:
+                continue
+            if total is None:  # copied: a gradient may share memory with a seed or with another gradient
+                wide = torch.promote_types(grad.dtype, torch.float32)
+                self._totals[i] = grad.to(wide, copy=True)
+            else:
+                sums.append(total)
+                addends.append(grad)
+        if sums:
+            torch._foreach_add_(sums, addends)
+
+    def rounded(self) -> list[Tensor | None]:
+        return [t if t is None else t.to(dtype) for t, dtype in zip(self._totals, self._dtypes, strict=True)]
+
+
+def _has_arrived(it: Iteration, initial: State) -> bool:
+    residual = _residual(it)
+    if not math.isfinite(residual):
+        if not all(x.isfinite().all() for x in initial):
+            raise FloatingPointError("z0 is not finite: start from finite numbers")
+        raise FloatingPointError(
+            f"the norm of the state is not finite after step {it.steps} of at most {it.max_steps} (beta = "
+            f"{it.scheme.beta:.6g}): f returns NaN or infinity, or the iteration diverges; try a smaller beta, or an f "
+            "that contracts"
+        )
+    return it.tol is not None and residual <= it.tol
+
+
+def _residual(it: Iteration) -> float:
+    assert it.norms is not None
+    return relative_change(*it.norms.tolist())
+
+
+def relative_change(change: float, value: float) -> float:
+    return math.sqrt(change) / (math.sqrt(value) + NORM_FLOOR)
+
+
+def _scaled(grad: Tensor | None, factor: float, like: Tensor) -> Tensor:
+    wide = torch.promote_types(like.dtype, torch.float32)
+    if grad is None:
+        return torch.zeros_like(like, dtype=wide)
+    return torch.empty_like(like, dtype=wide).copy_(grad).mul_(factor)
+
+
+def _zeros_for_none(vjp: Sequence[Tensor | None], like: State) -> State:
+    """f need not depend on all of its state."""
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(vjp, like, strict=True)]
+
+
+def _graph_is_kept() -> bool:
+    """Whether this backward pass runs with retain_graph=True, so that the saved state may not be consumed."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -1,0 +1,179 @@
+"""The commands of `python -m revdeq`.
+
+A command is a function that adds its options to a parser and returns what to run with them; its docstring is its
+help. What a command needs is imported when it runs.
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Run = Callable[[argparse.Namespace], int]
+NEEDED = ("matplotlib", "numpy", "tiktoken", "tqdm")
+
+
+def demo(parser: argparse.ArgumentParser) -> Run:
+    """train a small image model three ways and compare (under two minutes)"""
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo.png"), help="where to write the plot (default: %(default)s)"
+    )
+
+    def run(arguments: argparse.Namespace) -> int:
+        out = arguments.out
+        if out.suffix != ".png" or not os.access(out.resolve().parent, os.W_OK):
+            parser.error(f"--out {out}: it must end in .png, in a folder that exists and can be written to")
+        if missing := [name for name in ("matplotlib", "sklearn", "tqdm") if importlib.util.find_spec(name) is None]:
+            print(f"The demo needs {', '.join(missing)}: pip install 'revdeq[demo]'", file=sys.stderr)
+            return 1
+        from . import demo
+
+        demo.run(out)
+        return 0
+
+    return run
+
+
+def doctor(parser: argparse.ArgumentParser) -> Run:
+    """what this machine will use and why, and whether it computes right (ten seconds)"""
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+    def run(arguments: argparse.Namespace) -> int:
+        from . import doctor
+
+        return doctor.run(as_json=arguments.json)
+
+    return run
+
+
+def train(parser: argparse.ArgumentParser) -> Run:
+    """train a preset of the paper, or a small one for a CPU; with torchrun, on many GPUs or machines"""
+    parser.add_argument(
+        "preset",
+        help="the paper's, for GPUs: cifar10-single, cifar10-170k, cifar10-5m, cifar10-10m, wikitext103-94m; for CPUs: "
+        "cifar10-tiny, wikitext2-tiny",
+    )
+    _data_options(parser)
+    parser.add_argument("--out", type=Path, metavar="RUN", help="the run's folder (default: runs/PRESET)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a setting of the model or the training; one that does not exist, --set x=0, lists them all",
+    )
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in RUN, if any")
+
+    def run(arguments: argparse.Namespace) -> int:
+        from ..training import presets
+        from ..training import run as training
+
+        preset = presets.configured(arguments.preset, presets.parsed(arguments.set))
+        _download(arguments, preset)
+        out = arguments.out or Path("runs") / preset.name
+        training.train(preset, arguments.data, out, arguments.resume, arguments.device)
+        return 0
+
+    return _guarded(run)
+
+
+def evaluate(parser: argparse.ArgumentParser) -> Run:
+    """the accuracy or perplexity of a checkpoint"""
+    parser.add_argument("checkpoint", type=Path, help="best.pt or last.pt of a run")
+    _data_options(parser)
+    parser.add_argument("--split", default="test", help="test (default) or, of text, valid")
+
+    def run(arguments: argparse.Namespace) -> int:
+        from ..training import checkpoint
+        from ..training import run as training
+        from ..training.generate import restored_vocabulary
+        from ..training.presets import Preset, SettingError
+        from ..training.processes import Processes
+
+        saved = checkpoint.load(arguments.checkpoint)
+        preset = Preset.from_dict(saved["preset"])
+        _download(arguments, preset)
+        processes = Processes(arguments.device)
+        found = training.load_data(preset, arguments.data, restored_vocabulary(saved)).to(processes.device)
+        if arguments.split not in found.splits:
+            raise SettingError(f"--split {arguments.split}: it must be {' or '.join(found.splits)}")
+        model = training.build(preset, found).to(processes.device)
+        checkpoint.load_weights(model, arguments.checkpoint, saved)
+        measured = training.measure(model, found, arguments.split, preset.training, processes)
+        print(found.describe())
+        line = f"{preset.name} at update {saved['update']:,}, {arguments.split}: {found.metric} {measured.metric:.4f}, "
+        line += f"loss {measured.loss:.4f} ({measured.examples:,} {found.unit})"
+        if measured.evaluations is not None:
+            line += f", {measured.evaluations:g} evaluations of f, residual {measured.residual:.1e}"
+        print(line)
+        return 0
+
+    return _guarded(run)
+
+
+def generate(parser: argparse.ArgumentParser) -> Run:
+    """text from the checkpoint of a language model"""
+    parser.add_argument("checkpoint", type=Path, help="best.pt or last.pt of a run")
+    parser.add_argument("--prompt", default="", help="what the text begins with")
+    parser.add_argument("--tokens", type=int, default=100, help="how many to add (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest always (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+    parser.add_argument("--data", type=Path, help="where GPT-2's encoding is (default: where the training found it)")
+
+    def run(arguments: argparse.Namespace) -> int:
+        from ..training import generate
+
+        how = (arguments.tokens, arguments.temperature, arguments.seed)
+        pieces = generate.generate(arguments.checkpoint, arguments.data, arguments.prompt, *how)
+        print(arguments.prompt, end="", flush=True)
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+        return 0
+
+    return _guarded(run)
+
+
+def _data_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="the folder with the data set")
+    parser.add_argument("--download", action="store_true", help="fetch the data set into DIR if it is not there")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+
+
+def _download(arguments: argparse.Namespace, preset: Any) -> None:
+    if arguments.download:
+        from ..training.data import download
+
+        for name in [preset.data] if preset.data == "cifar10" else [preset.data, "gpt2"]:
+            download.fetch(name, arguments.data)
+
+
+def _guarded(run: Run) -> Run:
+    """Turns what a user can put right into a line on the standard error, and an exit code."""
+
+    def guarded(arguments: argparse.Namespace) -> int:
+        if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+            print(f"This needs {', '.join(missing)}: pip install 'revdeq[train]'", file=sys.stderr)
+            return 1
+        from .._solver.monitor import ReconstructionError
+        from ..training.checkpoint import CheckpointError
+        from ..training.data import DataError
+        from ..training.presets import SettingError
+        from ..training.run import Diverged, Stopped
+
+        try:
+            return run(arguments)
+        except (CheckpointError, DataError, Diverged, ReconstructionError, SettingError) as error:
+            print(error, file=sys.stderr)
+            return 1
+        except Stopped as stopped:
+            print(stopped, file=sys.stderr)
+            return 128 + stopped.number
+
+    return guarded
+
+
+COMMANDS = (demo, doctor, train, evaluate, generate)

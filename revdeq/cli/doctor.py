@@ -1,0 +1,345 @@
+"""`python -m revdeq doctor`: what this machine will use and why, and whether it computes right.
+
+Whatever is missing or broken is a finding, never a crash. A finding that makes results wrong or impossible means
+"not ready"; one that only makes them slow is advice.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import statistics
+import subprocess
+import sysconfig
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _device as measure
+from .. import kernels
+from .._solver.solve import solve
+from ..kernels import backends, cpu, exact, reference
+
+BETA = ctypes.c_float(0.8).value  # as the solver rounds it
+EXACT = exact.Radix.nearest(0.8, 24)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+GRADIENT_ERROR = 2 * 16 * 2.0**-24
+"""float32 rounds each of the 32 products that a gradient sums up at N = 16, and some cancel."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """fix: what to do about it, if anything. works: whether results are right as it is."""
+
+    text: str
+    fix: str = ""
+    works: bool = True
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+def run(as_json: bool = False) -> int:
+    """Print the findings and a verdict. 0 is ready, 1 is not."""
+    findings = {}
+    for about, finding in examine():
+        findings[about] = finding
+        if not as_json:
+            print(f"{about:<18} {finding.text}", flush=True)
+    ready, sentence = verdict(list(findings.values()))
+    if as_json:
+        found = {about: dataclasses.asdict(finding) for about, finding in findings.items()}
+        print(json.dumps({"ready": ready, "verdict": sentence, "findings": found}, allow_nan=False))
+    else:
+        print(sentence)
+    return 0 if ready else 1
+
+
+def verdict(findings: list[Finding]) -> tuple[bool, str]:
+    problems = [f.fix for f in findings if not f.works]
+    if problems:
+        return False, f"not ready: {'; '.join(dict.fromkeys(problems))}"
+    advice = [f.fix for f in findings if f.fix]
+    return True, f"ready, and faster if you {'; '.join(dict.fromkeys(advice))}" if advice else "ready"
+
+
+def examine() -> Iterator[tuple[str, Finding]]:
+    """What is looked at, and what is found there."""
+    for about, look in (("revdeq", software), ("triton", triton), ("C kernel", c_kernel), ("GPU", gpu)):
+        yield about, guarded(about, look)
+    found = measure.devices()
+    for device in found:
+        yield f"{device}", guarded(f"{device}", describe, device)
+        backend = guarded(f"{device} backend", backend_for, device, device == found[0])
+        yield f"{device} backend", backend
+        if backend.numbers:
+            for name, test in (("bits", same_bits), ("gradient", same_gradient), ("bandwidth", bandwidth)):
+                yield f"{device} {name}", guarded(f"{device} {name}", test, device)
+
+
+def guarded(about: str, look: Callable[..., Finding], *arguments: Any) -> Finding:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return look(*arguments)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".strip()
+        fix = f"repair what stopped the look at {about!r} ({text.splitlines()[0]})"
+        return Finding(f"failed: {text}", fix, works=False)
+
+
+def software() -> Finding:
+    from .. import __version__
+
+    python, system = platform.python_version(), f"{platform.system()} {platform.machine()}"
+    text = f"{__version__} in {Path(__file__).parent}, torch {torch.__version__}, Python {python}, {system}"
+    numbers = {"revdeq": __version__, "torch": torch.__version__, "python": python, "system": system}
+    return Finding(text, numbers=numbers)
+
+
+def triton() -> Finding:
+    """Where it is missing, only a GPU misses it: its backend says so."""
+    try:
+        importlib.import_module("revdeq.kernels.gpu")
+        version = importlib.import_module("triton").__version__
+    except Exception as error:
+        return Finding(f"missing, needed on GPUs only ({type(error).__name__}: {error})")
+    return Finding(version, numbers={"triton": version})
+
+
+def c_kernel() -> Finding:
+    threads = torch.get_num_threads()
+    numbers = {"built": cpu.library is not None, "threads": threads}
+    if cpu.library is not None:
+        code = Path(cpu.library._name).read_bytes()
+        openmp = any(name in code for name in (b"GOMP_parallel", b"__kmpc_fork_call"))
+        text = f"built with OpenMP, threads: {threads}" if openmp else "built without OpenMP, threads: 1"
+        return Finding(text, numbers={**numbers, "openmp": openmp})
+    if cpu.trouble:
+        why, fix = f"cannot be loaded ({cpu.trouble})", "reinstall revdeq, which builds its C kernel for this machine"
+    else:
+        why, fix = why_not_built()
+    return Finding(f"missing: it {why}", fix, numbers=numbers)
+
+
+def why_not_built() -> tuple[str, str]:
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    if shutil.which(compiler[0]) is None:
+        return f"was not built, and there is no C compiler ({compiler[0]})", "install gcc or clang and reinstall revdeq"
+    source = Path(cpu.__file__).with_name("cpu.c")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*compiler, "-std=c11", "-shared", "-fPIC", str(source), "-o", str(Path(folder) / "cpu.so")]
+        result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode == 0:
+        return f"was not built, but {compiler[0]} can build it now", "reinstall revdeq, which builds its C kernel"
+    errors = [line for line in result.stderr.splitlines() if "error" in line] or ["it says nothing"]
+    return f"was not built, because {compiler[0]} fails: {errors[0]}", "repair the C compiler and reinstall revdeq"
+
+
+def gpu() -> Finding:
+    """The driver, and why a GPU that is there cannot be used."""
+    runtime = f"ROCm {torch.version.hip}" if torch.version.hip else torch.version.cuda and f"CUDA {torch.version.cuda}"
+    with warnings.catch_warnings(record=True) as caught:  # this is how torch tells of a driver that fails
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    driver = driver_version()
+    numbers = {"count": count, "driver": driver, "runtime": runtime}
+    text = f"{count or 'none'}, driver {driver or 'not found'}, torch is built for {runtime or 'CPUs only'}"
+    there = driver is not None and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    if caught or (runtime and there and not count):
+        trouble = " ".join(str(w.message) for w in caught) or "it is loaded, but torch finds no device"
+        return Finding(f"{text}: {trouble}", f"repair the GPU's driver ({trouble})", works=False, numbers=numbers)
+    fix = "install a torch that is built for your GPU (https://pytorch.org)" if there and not runtime else ""
+    return Finding(text, fix, numbers=numbers)
+
+
+def driver_version() -> str | None:
+    """Of NVIDIA's driver, if this process may use it: a container may see a driver and not the GPU."""
+    if not Path("/dev/nvidiactl").exists():
+        return None
+    with contextlib.suppress(OSError):
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split(":", 1)[1].strip()
+    return "of unknown version"
+
+
+def describe(device: torch.device) -> Finding:
+    if device.type == "cpu":
+        name, vector = measure.name(device), torch.backends.cpu.get_cpu_capability()
+        numbers: dict[str, Any] = {"name": name, "cores": os.cpu_count(), "vector": vector}
+        return Finding(f"{name}, {os.cpu_count()} cores, {vector}", numbers=numbers)
+    properties = getattr(torch, device.type).get_device_properties(device)
+    numbers = {"name": properties.name, "memory": properties.total_memory}
+    if device.type == "cuda":
+        arch = properties.gcnArchName if torch.version.hip else f"sm_{properties.major}{properties.minor}"
+        numbers["architecture"] = arch
+    memory = f"{properties.total_memory / 2**30:.0f} GiB"
+    return Finding(", ".join([properties.name, memory, *([arch] if device.type == "cuda" else [])]), numbers=numbers)
+
+
+IMPLEMENTATIONS = {"triton": "Triton's kernels", "cpu": "the C kernel", "reference": "PyTorch's own operations"}
+
+
+def backend_for(device: torch.device, main: bool) -> Finding:
+    """Which one, and why. One that is forced need not suit a device that is not the main one."""
+    try:
+        name = backends._name(device)
+    except (RuntimeError, ValueError) as error:
+        return Finding(f"none: {error}", f"correct REVDEQ_BACKEND: {error}" if main else "", not main)
+    fix = ""
+    if os.environ.get("REVDEQ_BACKEND"):
+        why = "as REVDEQ_BACKEND says"
+    elif name != "reference":
+        why = "the fastest here"
+    elif device.type == "cpu":
+        why = "because the C kernel is missing"  # whose own finding has the remedy
+    else:
+        why, fix = "because Triton is missing", "install Triton (pip install triton)"
+    return Finding(f"{name}: {IMPLEMENTATIONS[name]}, {why}", fix, numbers={"backend": name})
+
+
+def same_bits(device: torch.device) -> Finding:
+    """All operations on both states, with tails, against the reference on the CPU."""
+    wrong = []
+    for dtype in DTYPES:
+        for state, ours, expected in (
+            ("float64", kernels.half_step(device), reference.HalfStep),
+            ("exact", kernels.exact_half_step(device), exact.HalfStep),
+        ):
+            results = [exercise(half_step, dtype, where) for half_step, where in ((ours, device), (expected, "cpu"))]
+            for (operation, got), (_, want) in zip(*results, strict=True):
+                if not all(map(equal_bits, got, want)):
+                    wrong.append(f"{operation} ({state} state, f in {str(dtype).removeprefix('torch.')})")
+                    break  # what follows starts from there
+    if not wrong:
+        return Finding("bit-equal to the reference, every operation, dtype and state")
+    remedy = {
+        "cpu": "rebuild the C kernel (pip install --force-reinstall --no-deps; no -ffast-math or -Ofast in CFLAGS)",
+        "triton": "update Triton and the driver",
+        "reference": "reinstall torch",
+    }[backends._name(device)]
+    fix = f"{remedy}, or set REVDEQ_BACKEND=reference: {wrong[0]} on {device} gives other bits than the reference"
+    return Finding(f"not those of the reference: {', '.join(wrong)}", fix, works=False)
+
+
+def exercise(half_step: Any, dtype: torch.dtype, device: Any, n: int = 10_007) -> Iterator[tuple[str, list[Tensor]]]:
+    """The operations one after the other, past the first spill of the exact state, and what each leaves behind."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.promote_types(dtype, torch.float32)
+    f, initial, vjp = ((3 * torch.randn(n, generator=generator)).to(dtype).to(device) for _ in range(3))
+    adjoint = torch.randn(n, generator=generator).to(wide).to(device)
+    copy = torch.full((n,), torch.nan, dtype=dtype, device=device)
+    steps = EXACT.free_half_steps + 2
+    if issubclass(half_step, exact.HalfStep):
+        step = half_step(exact.encode(initial, EXACT), copy, EXACT, steps)
+    else:
+        step = half_step(initial.double(), copy, BETA)
+    calls: list[tuple[str, tuple[Tensor, ...]]] = [
+        *[("relax", (f,))] * (steps - 1),
+        ("relax_norms", (vjp,)),
+        ("invert", (vjp,)),
+        *[("invert_adjoint", (f, adjoint, vjp))] * (steps - 2),
+        ("invert_compare", (f, initial, adjoint, vjp)),
+    ]
+    for name, tensors in calls:
+        returned = getattr(step, name)(*tensors)
+        left = [step.state, copy, adjoint, *([] if returned is None else [returned])]
+        yield name, [x.to("cpu", copy=True) for x in left]
+
+
+def equal_bits(a: Tensor, b: Tensor) -> bool:
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
+    return torch.equal(a.view(integer), b.view(integer))
+
+
+def same_gradient(device: torch.device) -> Finding:
+    errors = {
+        "float64": gradient_error(device, beta=0.5, max_steps=8, state="float64"),
+        "exact": gradient_error(device, beta=0.8, max_steps=16, state="exact"),
+    }
+    text = (
+        f"off the stored graph's by {errors['float64']:.1e} (float64 state) and {errors['exact']:.1e} (exact state, "
+        "whose numbers have 24 bits after the point)"
+    )
+    numbers = {state: e if math.isfinite(e) else None for state, e in errors.items()}
+    wrong = [state for state, e in errors.items() if not e <= GRADIENT_ERROR]  # NaN too
+    if not wrong:
+        return Finding(text, numbers=numbers)
+    fix = f"do not train on {device}, whose gradient is wrong ({' and '.join(wrong)} state): report this output"
+    return Finding(text, fix, works=False, numbers=numbers)
+
+
+def gradient_error(device: torch.device, beta: float, max_steps: int, state: str) -> float:
+    """Of the worst of the inputs and parameters, relative to plain autograd through every evaluation of f."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    weight, x, seed = random(32, 32).div_(8).requires_grad_(), random(64, 32).requires_grad_(), random(64, 32)
+    given: list[Tensor] = []
+
+    def f(z: Tensor) -> Tensor:
+        given.append(z.detach().clone())
+        return nn.functional.linear(z, weight).tanh() + x
+
+    solution = solve(f, torch.zeros_like(x), beta=beta, max_steps=max_steps, state=state, check="raise")
+    evaluations = given[: solution.nfe]
+    ours = torch.autograd.grad(solution.z, [x, weight], seed)
+
+    y = z = torch.zeros_like(x, dtype=torch.float64)
+    for z_given, y_given in zip(evaluations[::2], evaluations[1::2], strict=True):
+        # The numbers that f was given, with the graph of the state: z - z is 0, but not to autograd.
+        y = (1 - solution.beta) * y + solution.beta * f(z_given + (z - z.detach()).float()).double()
+        z = (1 - solution.beta) * z + solution.beta * f(y_given + (y - y.detach()).float()).double()
+    stored = torch.autograd.grad(z, [x, weight], seed.double())
+    return max(((g - s).norm() / s.norm()).item() for g, s in zip(ours, stored, strict=True))
+
+
+def bandwidth(device: torch.device) -> Finding:
+    """What the half-steps move per second, against a copy of as many bytes. Zeros, which stay zeros."""
+    n = 2**22 if device.type == "cpu" else 2**25
+    f, copy, adjoint, vjp = (torch.zeros(n, device=device) for _ in range(4))
+    float64 = kernels.half_step(device)(torch.zeros(n, dtype=torch.float64, device=device), copy, BETA)
+    integers = kernels.exact_half_step(device)(torch.zeros(n, dtype=torch.int64, device=device), copy, EXACT, 1)
+    source, target = (torch.zeros(3 * n, device=device) for _ in range(2))
+
+    def there_and_back() -> None:
+        integers.relax(f)
+        integers.invert_adjoint(f, adjoint, vjp)
+
+    work: dict[str, tuple[int, Callable[[], Any]]] = {  # bytes per element: reads and writes
+        "copy": (24, lambda: target.copy_(source)),
+        "relax": (24, lambda: float64.relax(f)),
+        "invert_adjoint": (36, lambda: float64.invert_adjoint(f, adjoint, vjp)),
+        "exact": (24 + 36, there_and_back),
+    }
+    times = take_turns({name: call for name, (_, call) in work.items()}, device)
+    rates = {name: n * size / times[name] for name, (size, _) in work.items()}
+    ratios = ", ".join(f"{name} {rate / rates['copy']:.2f}x" for name, rate in rates.items() if name != "copy")
+    text = f"a copy moves {rates['copy'] / 1e9:.1f} GB/s; {ratios}"
+    return Finding(text, numbers={"bytes_per_second": rates})
+
+
+def take_turns(runs: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
+    """Median seconds, in turns, so that whatever else the machine does slows all of them down."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    begin = time.perf_counter()
+    while len(times["copy"]) < 7 and (len(times["copy"]) < 2 or time.perf_counter() < begin + 2):
+        for name, call in runs.items():
+            measure.synchronize(device)
+            start = time.perf_counter()
+            call()
+            measure.synchronize(device)
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values[1:]) for name, values in times.items()}  # the first may compile

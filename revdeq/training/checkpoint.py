@@ -1,0 +1,82 @@
+"""Checkpoints: tensors and plain values, written whole or not at all, loaded without running anything in them."""
+
+import pickle
+import random
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from .._atomic import replacing
+
+FORMAT = "revdeq 1"
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be written, read or used; the message says what to do."""
+
+
+def save(path: Path, state: Mapping[str, Any]) -> None:
+    try:
+        with replacing(path) as file:
+            torch.save({"format": FORMAT, **state}, file)
+    except (OSError, RuntimeError) as error:
+        # torch stumbles over the file's own error while it closes the archive
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
+        if not isinstance(cause, OSError):
+            raise
+        raise CheckpointError(cannot_write(path, cause)) from error
+
+
+def cannot_write(path: Path, error: OSError) -> str:
+    intact = f" {path} is as it was: make room and pass --resume." if path.exists() else ""
+    return f"{path} cannot be written: {error.strerror or error}.{intact}"
+
+
+def load(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder: name the checkpoint in it, {path / 'best.pt'} for example")
+    if not path.is_file():
+        raise CheckpointError(f"there is no checkpoint {path}: a run folder has last.pt and best.pt")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError) as error:
+        reason = (str(error) or type(error).__name__).partition("\n")[0]  # the rest is torch's advice for other files
+        raise CheckpointError(
+            f"{path} cannot be read as a checkpoint, damaged or of another program: {reason}"
+        ) from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a checkpoint of `python -m revdeq train` (format {FORMAT!r})")
+    return state
+
+
+def load_weights(model: nn.Module, path: Path, state: Mapping[str, Any]) -> None:
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} has the weights of another model: {error}") from error
+
+
+def generators() -> dict[str, Any]:
+    """The states of torch's, Python's and NumPy's generators."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+    }
+
+
+def restore_generators(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

@@ -1,0 +1,205 @@
+"""WikiText-2 and WikiText-103 as tokens of GPT-2's byte-pair encoding.
+
+Read from the official files, packed or unpacked: wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens (words, with
+<unk>) or the same names with .raw. The tokens are kept in files that are mapped into memory, in $REVDEQ_CACHE or
+~/.cache/revdeq, under the checksum of what they were made from.
+
+A model may predict fewer tokens than GPT-2's 50,257, which at small sizes take most of its time and parameters:
+vocabulary="seen" are those that occur in the training data, vocabulary=8192 the most frequent of them; all others
+share one more id. The perplexity stays that of the text in all of GPT-2's tokens: a token t among the others counts as
+p(others) p(t | others), where p(t | others) is its frequency in the training data (plus one, for tokens that
+never occur there). This adds a constant to the loss of a split, `surcharge`.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..._atomic import replacing
+from . import download, encoding
+from .files import DataError, checksum, is_archive, read, stored
+
+SPLITS = ("train", "valid", "test")
+VARIANTS = ("tokens", "raw")
+PADDED_TO = 128
+"""All of the vocabulary is rounded up to a multiple of this, 50,304 for GPT-2, a shape that GPUs like."""
+
+
+class WikiText:
+    """The tokens of the three splits, cut into sequences of `length` and mapped to the ids of a vocabulary."""
+
+    unit = "tokens"
+    metric = "perplexity"
+    higher_is_better = False
+    splits = ("valid", "test")
+    evaluated_on = "valid"
+
+    def __init__(self, name: str, folder: Path, length: int, vocabulary: "str | int | Vocabulary" = "full") -> None:
+        place, variant = find(name, folder)
+        encoder = encoding.find(folder)
+        self.name, self.source, self.encoding, self.length = name, place, encoder, length
+        self.tokens = {split: tokens(place, f"wiki.{split}.{variant}", encoder) for split in SPLITS}
+        if not isinstance(vocabulary, Vocabulary):
+            vocabulary = Vocabulary.of(self.tokens["train"], vocabulary, encoder)
+        self.vocabulary: Vocabulary = vocabulary
+        for split, found in self.tokens.items():
+            if len(found) < 2 * length:
+                raise DataError(
+                    f"{place}'s {split} has {len(found):,} tokens, too few for sequences of {length}: set a smaller "
+                    "length"
+                )
+        self.device = torch.device("cpu")
+
+    @property
+    def size(self) -> int:
+        """Sequences in an epoch: one is given up, so that an epoch may begin anywhere in the first."""
+        return (len(self.tokens["train"]) - self.length) // self.length
+
+    def describe(self) -> str:
+        counts = " / ".join(f"{len(self.tokens[split]):,}" for split in SPLITS)
+        return f"{self.name} from {self.source}: {counts} tokens (train / valid / test), {self.vocabulary.describe()}"
+
+    def to(self, device: torch.device) -> "WikiText":
+        self.device = device
+        return self
+
+    def order(self, generator: torch.Generator) -> Tensor:
+        """Of an epoch: where its sequences begin."""
+        offset = torch.randint(self.length, (), generator=generator)
+        return offset + self.length * torch.randperm(self.size, generator=generator)
+
+    def batch(self, starts: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return self._sequences("train", starts.numpy(), self.length)
+
+    def evaluation(self, split: str, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every token after the first, once, in sequences that know nothing of the one before."""
+        count = len(self.tokens[split]) - 1
+        starts = np.arange(0, count - self.length + 1, self.length)
+        for i in range(0, len(starts), batch):
+            yield self._sequences(split, starts[i : i + batch], self.length)
+        if rest := count % self.length:
+            yield self._sequences(split, np.array([count - rest]), rest)
+
+    def surcharge(self, split: str) -> float:
+        """What the ids of a restricted vocabulary leave out of the loss of a split, per token."""
+        return float(self.vocabulary.surcharge[self.tokens[split][1:]].mean())
+
+    def _sequences(self, split: str, starts: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
+        found = self.tokens[split][starts[:, None] + np.arange(length + 1)]
+        ids = torch.from_numpy(self.vocabulary.ids[found]).to(self.device)
+        return ids[:, :-1], ids[:, 1:]
+
+
+class Vocabulary:
+    """The ids by which a model knows the tokens of an encoding.
+
+    kept: the token of every id; the id len(kept), where there are others, is that of all other tokens.
+    surcharge: of every token t of the encoding, -log p(t | the id of t).
+    """
+
+    def __init__(self, kept: np.ndarray, surcharge: np.ndarray) -> None:
+        self.kept, self.surcharge, self.encoded = kept, surcharge, len(surcharge)
+        self.complete = len(kept) == self.encoded
+        self.ids = np.full(self.encoded, len(kept), np.int64)
+        self.ids[kept] = np.arange(len(kept))
+        self.size = -(-self.encoded // PADDED_TO) * PADDED_TO if self.complete else len(kept) + 1
+
+    @classmethod
+    def full(cls, encoded: int) -> "Vocabulary":
+        return cls(np.arange(encoded), np.zeros(encoded))
+
+    @classmethod
+    def of(cls, train: np.ndarray, choice: str | int, encoder: Path) -> "Vocabulary":
+        encoded = encoding.load(encoder).n_vocab
+        if choice == "full":
+            return cls.full(encoded)
+        counts = np.bincount(train, minlength=encoded)
+        kept = np.argsort(-counts, kind="stable")[: int((counts > 0).sum())]
+        if choice != "seen":
+            if not isinstance(choice, int) or isinstance(choice, bool) or choice < 1:
+                raise DataError(
+                    f"vocabulary={choice!r}: it is full, seen (the tokens of the training data), or how many of these "
+                    f"to keep, the most frequent"
+                )
+            kept = kept[:choice]
+        frequency = counts + 1.0
+        frequency[kept] = 0
+        others = np.flatnonzero(frequency)
+        surcharge = np.zeros(encoded)
+        surcharge[others] = np.log(frequency.sum()) - np.log(frequency[others])
+        return cls(kept, surcharge)
+
+    def describe(self) -> str:
+        return f"all {self.encoded:,} tokens" if self.complete else f"{len(self.kept):,} of {self.encoded:,} tokens"
+
+
+def find(name: str, folder: Path) -> tuple[Path, str]:
+    """Where the data set is below `folder`, and which variant of it, tokens or raw."""
+    names = [name, f"{name}-v1", f"{name}-raw", f"{name}-raw-v1"]
+    for place in (folder, *(folder / (name + suffix) for name in names for suffix in ("", ".zip"))):
+        if is_archive(place):
+            return place, "raw" if "raw" in place.name else "tokens"
+        for variant in VARIANTS:
+            if stored(place, f"wiki.train.{variant}"):
+                return place, variant
+    raise DataError(f"no {name} in {folder}.\n{download.instructions(name, folder)}")
+
+
+def tokens(place: Path, name: str, encoder: Path) -> np.ndarray:
+    """The tokens of a file, mapped into memory; encoded if that was not done before."""
+    file = stored(place, name)
+    if file is None:
+        raise DataError(f"{place} does not hold {name}, plain or compressed, which belongs to the data set")
+    identity = hashlib.sha256(f"{name} 1".encode())  # 1: raised if the same files should give other tokens
+    for source in (file, *(encoder / part for part in encoding.FILES)):
+        identity.update(checksum(source))
+    cached = cache_folder() / f"{name}-{identity.hexdigest()[:24]}.npy"
+    if (found := _mapped(cached)) is not None:
+        return found
+    encoded = encoding.encode(text(place, name), encoding.load(encoder))
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(cached) as target:
+            np.save(target, encoded)
+    except OSError as error:
+        raise DataError(
+            f"the tokens of {file} cannot be kept in {cached} ({error.strerror or error}, {encoded.nbytes:,} bytes): "
+            f"set REVDEQ_CACHE to a folder with room for them"
+        ) from error
+    return np.load(cached, mmap_mode="r")
+
+
+def text(place: Path, name: str) -> str:
+    found = read(place, [name])
+    where = f"{place / name}"
+    if name not in found:
+        raise DataError(f"{place} does not hold {name}, which belongs to the data set")
+    try:
+        content = found[name].decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} is not UTF-8 text at byte {error.start:,}: damaged, or still compressed?") from error
+    if not content.strip():
+        raise DataError(f"{where} is empty: expected the text of the data set")
+    if content.lstrip()[:14].lower().startswith(("<!doctype", "<html")):
+        raise DataError(f"{where} is a web page: a failed download? Expected the text of the data set")
+    return content
+
+
+def cache_folder() -> Path:
+    if chosen := os.environ.get("REVDEQ_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "revdeq"
+
+
+def _mapped(cached: Path) -> np.ndarray | None:
+    """None if there is no such file, or if it is damaged: it is then made again."""
+    try:
+        found = np.load(cached, mmap_mode="r")
+    except (OSError, ValueError, EOFError):
+        return None
+    return found if found.dtype == np.uint16 and found.ndim == 1 else None

@@ -1,0 +1,234 @@
+"""What to train and how: the experiments of the paper, and small ones for a CPU.
+
+A preset is plain data, which a run keeps in its folder and in its checkpoints. `--set key=value` changes a keyword of
+the model or a field of `Training`.
+"""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from torch import nn
+
+from ..models import MODELS
+
+SCHEDULES = ("plateau", "cosine", "constant")
+AUTOCAST = (None, "bfloat16", "float16")
+
+
+class SettingError(ValueError):
+    """A preset or a setting that does not exist, or has a value that it cannot have."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How to train.
+
+    epochs, updates: at most so many passes through the data, and so many updates of the parameters.
+    batch: examples (images or sequences) per update, of all processes together.
+    lr, weight_decay: of AdamW; lr is where the schedule begins (plateau) or its peak (cosine).
+    schedule: "plateau" halves lr when the mean loss of 200 updates has not improved 10 times running, and ends the
+        training below 1e-6; "cosine" rises linearly for `warmup` updates and then falls to 0 at the end; "constant".
+    clip: the largest norm of the gradient.
+    autocast: None, "bfloat16" or "float16" (with a scaled loss).
+    compile: torch.compile of f.
+    seed: of the initial parameters, of the order of the data, its augmentation, and of dropout.
+    vocabulary: of a language model, see data/wikitext.py: "full", "seen", or the number of tokens to keep.
+    evaluation_batches: evaluate on the first so many batches of a split, to save time (None: all of it).
+    log_every, evaluate_every, save_every: updates between a line of metrics, an evaluation (None: an epoch), and a
+        checkpoint (there is one after every evaluation, too).
+    """
+
+    epochs: int = 100
+    updates: int | None = None
+    batch: int = 64
+    lr: float = 1e-3
+    weight_decay: float = 1e-4
+    schedule: str = "plateau"
+    warmup: int = 0
+    clip: float | None = None
+    autocast: str | None = None
+    compile: bool = False
+    seed: int = 0
+    vocabulary: str | int = "full"
+    evaluation_batches: int | None = None
+    log_every: int = 20
+    evaluate_every: int | None = None
+    save_every: int = 200
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            accepted = (kind | int) if kind in (float, float | None) else kind
+            if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+                kinds = getattr(kind, "__name__", str(kind).replace(" | None", " or none"))
+                raise SettingError(f"{name}={value!r}: it must be {kinds}")
+        for name in (
+            "epochs",
+            "updates",
+            "batch",
+            "lr",
+            "clip",
+            "evaluation_batches",
+            "log_every",
+            "evaluate_every",
+            "save_every",
+        ):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise SettingError(f"{name}={value!r}: it must be larger than 0")
+        for name in ("warmup", "weight_decay", "seed"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise SettingError(f"{name}={getattr(self, name)!r}: it must be 0 or larger")
+        if self.seed >= 2**63:
+            raise SettingError(f"seed={self.seed!r}: it must be below 2**63")
+        for name, values in (("schedule", SCHEDULES), ("autocast", AUTOCAST)):
+            if getattr(self, name) not in values:
+                raise SettingError(f"{name}={getattr(self, name)!r}: it must be one of {', '.join(map(str, values))}")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """name: of the preset from which it comes; settings: keywords of the model; quoted: parameters, by the paper."""
+
+    name: str
+    data: str
+    model: str
+    settings: Mapping[str, Any]
+    training: Training
+    quoted: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON and checkpoints hold it."""
+        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in self.settings.items()}
+        return {**dataclasses.asdict(self), "settings": plain}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> "Preset":
+        return cls(**{**saved, "training": Training(**saved["training"])})
+
+    def flat(self) -> dict[str, Any]:
+        saved = self.to_dict()
+        return {"preset": self.name, "model": self.model, **saved["settings"], **saved["training"]}
+
+    def build(self, **more: Any) -> nn.Module:
+        try:
+            return MODELS[self.model](**self.settings, **more)
+        except (TypeError, ValueError, ImportError) as error:
+            raise SettingError(f"the model {self.model} cannot be made: {error}") from error
+
+
+IMAGES = Training(epochs=100, batch=64, lr=3e-4, weight_decay=1e-4, schedule="plateau")
+BLOCKS = {"beta": 0.8, "tol": 1e-6}
+
+
+def _multi_scale(name: str, channels: Any, widths: Any, steps: Any, quoted: str) -> Preset:
+    settings = {"channels": channels, "widths": widths, "steps": steps, **BLOCKS}
+    return Preset(name, "cifar10", "multi-scale", settings, IMAGES, quoted)
+
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset(
+            "cifar10-single",
+            "cifar10",
+            "single-scale",
+            {"channels": 64, "width": 2, "steps": 4, **BLOCKS},
+            dataclasses.replace(IMAGES, lr=1e-3),
+            "170K",
+        ),
+        _multi_scale("cifar10-170k", (32, 32, 32, 32), (1, 2, 2, 1), (1, 4, 4, 1), "170K"),
+        _multi_scale("cifar10-5m", (64, 128, 128, 256), (2, 4, 4, 2), (1, 4, 4, 1), "5M"),
+        _multi_scale("cifar10-10m", (128, 256, 256, 128), (1, 3, 3, 1), (4, 4, 4, 4), "10M"),
+        Preset(
+            "wikitext103-94m",
+            "wikitext-103",
+            "language",
+            {"d": 1024, "heads": 8, "length": 512, "dropout": 0.1, "steps": 6, "beta": 0.5, "tol": 1e-3},
+            Training(epochs=40, batch=32, lr=1e-3, weight_decay=0.1, schedule="cosine", warmup=4000, save_every=1000),
+            "94M",
+        ),
+        # For two cores: seconds per epoch of 5,000 images, and minutes per epoch of WikiText-2.
+        Preset(
+            "cifar10-tiny",
+            "cifar10",
+            "multi-scale",
+            {"channels": (8, 16, 32, 64), "widths": (1, 1, 1, 1), "steps": (1, 2, 2, 1), "beta": 0.8},
+            Training(epochs=30, batch=64, lr=3e-3, weight_decay=1e-4, schedule="cosine", warmup=50),
+        ),
+        Preset(
+            "wikitext2-tiny",
+            "wikitext-2",
+            "language",
+            {"d": 128, "heads": 4, "length": 64, "dropout": 0.1, "wide_heads": False, "steps": 4, "beta": 0.5},
+            Training(
+                epochs=2,
+                batch=32,
+                lr=3e-3,
+                weight_decay=0.1,
+                schedule="cosine",
+                warmup=100,
+                clip=1.0,
+                vocabulary=8192,
+                evaluate_every=500,
+            ),
+        ),
+    )
+}
+
+
+def configured(name: str, changes: Mapping[str, Any] | None = None) -> Preset:
+    """The preset `name` with some of its settings changed."""
+    if name not in PRESETS:
+        raise SettingError(f"there is no preset {name!r}{nearest(name, PRESETS)}: there are {', '.join(PRESETS)}")
+    changes = dict(changes or {})
+    preset = PRESETS[name]
+    if (model := changes.pop("model", preset.model)) != preset.model:
+        if model not in MODELS:
+            raise SettingError(f"model={model!r}: there is no such model{nearest(str(model), MODELS)}")
+        # What the other model does not know, such as the steps of a solver, has no meaning for it.
+        known = keywords(model)
+        kept = {k: v for k, v in preset.settings.items() if k in known}
+        preset = dataclasses.replace(preset, model=model, settings=kept, quoted=None)
+    training = {f.name for f in dataclasses.fields(Training)}
+    # The size of a language model's vocabulary follows from the setting of the same name.
+    known = keywords(preset.model) - training
+    for key in changes:
+        if key not in known | training:
+            every = {*known, *training, "model"}
+            raise SettingError(f"{name} has no setting {key!r}{nearest(key, every)}: it has {', '.join(sorted(every))}")
+    return dataclasses.replace(
+        preset,
+        settings={**preset.settings, **{k: v for k, v in changes.items() if k in known}},
+        training=dataclasses.replace(preset.training, **{k: v for k, v in changes.items() if k in training}),
+    )
+
+
+def keywords(model: str) -> set[str]:
+    """Of the model's constructor, those that can be written down."""
+    parameters = inspect.signature(MODELS[model]).parameters
+    return {name for name in parameters if name not in ("block", "classes")}
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def parsed(assignments: Iterable[str]) -> dict[str, Any]:
+    """["steps=8", "tol=none"] as {"steps": 8, "tol": None}: numbers, tuples, true, false, none, or text."""
+    changes: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise SettingError(f"--set {assignment}: it must be key=value")
+        try:
+            changes[key.strip()] = ast.literal_eval({"none": "None", "true": "True", "false": "False"}.get(text, text))
+        except (ValueError, SyntaxError):
+            changes[key.strip()] = text
+    return changes

@@ -1,0 +1,133 @@
+"""What a run leaves in its folder and on the screen: config.json, metrics.csv, metrics.png, a progress bar."""
+
+import csv
+import io
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .._atomic import replacing
+from .checkpoint import CheckpointError, cannot_write
+
+COLUMNS = (
+    "update",
+    "epoch",
+    "lr",
+    "loss",  # mean of the training loss since the row before
+    "evaluation_loss",
+    "metric",
+    "evaluations",  # of f, per example
+    "residual",
+    "per_second",  # images or tokens
+    "peak_memory_mib",
+    "seconds",
+)
+QUIET_SECONDS = 10.0
+"""Between lines where there is no terminal for a bar."""
+
+
+def make_folder(out: Path) -> None:
+    """The run's folder, without what a crash may have left half written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for part in out.glob("*.part"):
+            part.unlink()
+    except OSError as error:
+        raise CheckpointError(f"--out {out} cannot be used as a folder: {error.strerror or error}") from error
+
+
+def write_config(out: Path, config: Mapping[str, Any]) -> None:
+    _write(out / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def write_metrics(out: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    _write(out / "metrics.csv", text.getvalue())
+
+
+def append_metrics(out: Path, row: Mapping[str, Any]) -> None:
+    path = out / "metrics.csv"
+    try:
+        with open(path, "a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+    except OSError as error:
+        raise CheckpointError(cannot_write(path, error)) from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with replacing(path) as file:
+            file.write(text.encode("utf-8"))
+    except OSError as error:
+        raise CheckpointError(cannot_write(path, error)) from error
+
+
+def plot(out: Path, rows: Sequence[Mapping[str, Any]], metric: str) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    losses, metrics = figure.subplots(1, 2)
+    evaluated = [row for row in rows if row["metric"] != ""]
+    losses.plot([row["update"] for row in rows], [row["loss"] for row in rows], label="training")
+    losses.plot([r["update"] for r in evaluated], [r["evaluation_loss"] for r in evaluated], "o-", label="evaluation")
+    losses.set(xlabel="updates", ylabel="loss")
+    losses.legend()
+    metrics.plot([row["update"] for row in evaluated], [row["metric"] for row in evaluated], "o-")
+    metrics.set(xlabel="updates", ylabel=metric)
+    for axes in (losses, metrics):
+        axes.grid(alpha=0.3)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=120, format="png")
+    path = out / "metrics.png"
+    try:
+        with replacing(path) as file:
+            file.write(image.getvalue())
+    except OSError as error:
+        raise CheckpointError(cannot_write(path, error)) from error
+
+
+class Progress:
+    """A bar where there is a terminal; where there is none, a line after an evaluation and now and then."""
+
+    def __init__(self, total: int, done: int, unit: str, metric: str, quiet: bool = False) -> None:
+        from tqdm import tqdm
+
+        self.total, self.unit, self.metric, self.quiet = total, unit, metric, quiet
+        self.terminal = sys.stderr.isatty() and not quiet
+        self.bar = tqdm(total=total, initial=done, unit="update", dynamic_ncols=True, disable=not self.terminal)
+        self.said = time.monotonic()
+        self.evaluated = ""
+
+    def advance(self) -> None:
+        self.bar.update()
+
+    def show(self, row: Mapping[str, Any]) -> None:
+        if row["metric"] != "":
+            self.evaluated = f"{self.metric} {row['metric']:.4g}"
+        parts = [f"loss {row['loss']:.4f}", self.evaluated]
+        if row["evaluations"] != "":
+            parts.append(f"{row['evaluations']:g} evaluations, residual {row['residual']:.1e}")
+        parts += [f"{row['per_second']:,.0f} {self.unit}/s", f"{row['peak_memory_mib']:,.0f} MiB"]
+        text = ", ".join(part for part in parts if part)
+        if self.terminal:
+            self.bar.set_postfix_str(text)
+        elif not self.quiet and (row["metric"] != "" or time.monotonic() - self.said > QUIET_SECONDS):
+            print(f"update {row['update']:,} of {self.total:,}: {text}", flush=True)
+            self.said = time.monotonic()
+
+    def say(self, text: str) -> None:
+        if self.terminal:
+            self.bar.write(text)
+        elif not self.quiet:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        self.bar.close()

@@ -1,0 +1,425 @@
+"""Training of a preset: `python -m revdeq train`.
+
+The batch of an update is a function of the seed and the update's number, and of nothing else; so a run goes on from
+its last checkpoint as if nothing had happened, bit for bit on the CPU with the same number of threads.
+"""
+
+import itertools
+import math
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from .._solver.layer import RevDEQ
+from ..models import count_parameters
+from . import checkpoint, data, record
+from .checkpoint import CheckpointError
+from .data import Cifar10, Vocabulary, WikiText
+from .presets import Preset, SettingError
+from .processes import Processes
+
+PLATEAU_WINDOW = 200
+PLATEAU_PATIENCE = 10
+SMALLEST_LR = 1e-6
+
+
+class Diverged(ArithmeticError):
+    """The loss is not a number any more."""
+
+
+class Stopped(Exception):
+    """A signal ended the training; it was saved and can be continued."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+class Measured(NamedTuple):
+    """Of a model on a split. metric is the accuracy, or the perplexity."""
+
+    loss: float
+    metric: float
+    examples: int
+    evaluations: float | None
+    residual: float | None
+
+
+def train(
+    preset: Preset, folder: Path, out: Path, resume: bool = False, device: str | None = None, quiet: bool = False
+) -> list[dict[str, Any]]:
+    """Train in the folder `out` with the data in `folder`; the rows of its metrics.csv."""
+    processes = Processes(device)
+    with processes.connected():
+        last = out / "last.pt"
+        saved = _saved(last, preset, resume)
+        with processes.first_alone():
+            found = load_data(preset, folder)
+        run = Run(preset, found.to(processes.device), processes, folder, out, quiet or not processes.first)
+        if processes.first:
+            record.make_folder(out)
+        if saved is not None:
+            run.load(saved, last)
+        return run.go(resume)
+
+
+def load_data(preset: Preset, folder: Path, vocabulary: Vocabulary | None = None) -> Cifar10 | WikiText:
+    length = preset.settings.get("length", 512)
+    return data.load(preset.data, folder, length, vocabulary or preset.training.vocabulary)
+
+
+def build(preset: Preset, found: Cifar10 | WikiText) -> nn.Module:
+    sizes = {"vocabulary": found.vocabulary.size} if isinstance(found, WikiText) else {}
+    return preset.build(**sizes)
+
+
+def _saved(last: Path, preset: Preset, resume: bool) -> dict[str, Any] | None:
+    if not last.exists():
+        return None
+    if not resume:
+        raise CheckpointError(f"{last} is there already: continue it with --resume, or choose another --out")
+    saved = checkpoint.load(last)
+    if "optimizer" not in saved:
+        raise CheckpointError(
+            f"{last} has weights only, as best.pt does: there is nothing to continue from; choose another --out"
+        )
+    before, now = Preset.from_dict(saved["preset"]).flat(), preset.flat()
+    if before != now:
+        keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        changes = ", ".join(f"{key}={before.get(key)} (asked for: {now.get(key)})" for key in keys)
+        raise CheckpointError(f"{last} is of another run, with {changes}: repeat its settings, or choose another --out")
+    return saved
+
+
+class Run:
+    """A training in progress: all that a checkpoint holds, and how to make an update."""
+
+    def __init__(
+        self, preset: Preset, found: Cifar10 | WikiText, processes: Processes, folder: Path, out: Path, quiet: bool
+    ) -> None:
+        self.preset, self.how, self.data, self.processes = preset, preset.training, found, processes
+        self.folder, self.out, self.quiet = folder.resolve(), out, quiet
+        how = self.how
+        if how.batch % processes.size:
+            raise SettingError(f"batch={how.batch}: it must be a multiple of the {processes.size} processes")
+        if how.batch > found.size:
+            raise SettingError(f"batch={how.batch}: it must not be larger than the training data, {found.size}")
+        self.batches = found.size // how.batch
+        self.total = min(how.epochs * self.batches, how.updates or sys.maxsize)
+
+        torch.manual_seed(how.seed)
+        model = build(preset, found)
+        if processes.size > 1 and processes.device.type == "cuda":
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        self.model = model.to(processes.device)
+        self.parameters = count_parameters(self.model)
+        if how.compile:
+            _compile_f(self.model)
+        self.parallel = processes.wrapped(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
+        self.schedule = _schedule(self.optimizer, how.schedule, how.warmup, self.total)
+        self.scaler = torch.amp.GradScaler(processes.device.type, enabled=how.autocast == "float16")
+
+        self.update, self.seconds = 0, 0.0
+        self.losses: list[Tensor] = []  # since the last row
+        self.window: list[float] = []  # since the plateau was last looked at
+        self.rows: list[dict[str, Any]] = []
+        self.best: float | None = None
+        self.order: tuple[int, Tensor] | None = None
+        self.signal = 0
+        seeds = [_seed(how.seed, "draws", processes.rank, n) for n in range(3)]  # dropout differs between processes
+        torch.manual_seed(seeds[0])
+        random.seed(seeds[1])
+        np.random.seed(seeds[2] % 2**32)
+
+    def go(self, resume: bool) -> list[dict[str, Any]]:
+        config = {**self.preset.to_dict(), "parameters": self.parameters, "folder": str(self.folder)}
+        progress = record.Progress(self.total, self.update, self.data.unit, self.data.metric, self.quiet)
+        if self.processes.first:
+            record.write_config(self.out, config)
+            record.write_metrics(self.out, self.rows)
+            progress.say(self.data.describe())
+            quoted = f" ({self.preset.quoted} quoted)" if self.preset.quoted else ""
+            progress.say(
+                f"{self.preset.name}: {self.parameters:,} parameters{quoted}, {self.total:,} updates, in {self.out}"
+            )
+            if resume:
+                at = f"continuing at update {self.update:,}" if self.update else "no checkpoint yet: from the beginning"
+                progress.say(at)
+        start = time.perf_counter() - self.seconds
+        since, done = time.perf_counter(), self.update
+        try:
+            with _signals(self):
+                while self.update < self.total and not self._settled():
+                    try:
+                        self.losses.append(self._step())
+                    except (FloatingPointError, OverflowError) as error:  # of the solver, which looks sooner
+                        raise self._diverged(self.update + 1, str(error)) from error
+                    self.update += 1
+                    progress.advance()
+                    due = self._due()
+                    if due:
+                        row = self._row(evaluate=due == "evaluate")
+                        now = time.perf_counter()
+                        self.seconds = row["seconds"] = now - start
+                        row["per_second"] = (self.update - done) * self._examples() / (now - since)
+                        since, done = now, self.update
+                        self._keep(row, progress)
+                    stop = self.processes.largest(self.signal)
+                    if stop or due == "evaluate" or self.update % self.how.save_every == 0:
+                        self.seconds = time.perf_counter() - start
+                        self._save()
+                    if stop:
+                        name = signal.Signals(stop).name
+                        raise Stopped(f"{name}: saved at update {self.update:,}, continue with --resume", stop)
+        finally:
+            progress.close()
+        if self.processes.first and self.rows:
+            record.plot(self.out, self.rows, self.data.metric)
+        return self.rows
+
+    def _step(self) -> Tensor:
+        """One update of the parameters; its loss, of this process."""
+        inputs, targets = (self.processes.share(part) for part in self._batch())
+        self.parallel.train()
+        device = self.processes.device.type
+        with torch.autocast(device, **_autocast(self.how.autocast)):
+            logits = self.parallel(inputs)
+        loss = cross_entropy(logits, targets)
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        if self.how.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.how.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.schedule is not None and not isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau):
+            self.schedule.step()
+        return loss.detach()
+
+    def _batch(self) -> tuple[Tensor, Tensor]:
+        epoch, i = divmod(self.update, self.batches)
+        if self.order is None or self.order[0] != epoch:
+            self.order = epoch, self.data.order(_generator(self.how.seed, "order", epoch))
+        indices = self.order[1][i * self.how.batch : (i + 1) * self.how.batch]
+        return self.data.batch(indices, _generator(self.how.seed, "augmentation", self.update))
+
+    def _due(self) -> str:
+        if self.update == self.total or self.update % (self.how.evaluate_every or self.batches) == 0:
+            return "evaluate"
+        return "log" if self.update % self.how.log_every == 0 else ""
+
+    def _row(self, evaluate: bool) -> dict[str, Any]:
+        losses = self._losses()
+        row: dict[str, Any] = dict.fromkeys(record.COLUMNS, "")
+        row.update(update=self.update, epoch=self.update / self.batches, lr=self.optimizer.param_groups[0]["lr"])
+        row["loss"] = math.fsum(losses) / len(losses)
+        last: Any = self.model.last
+        if last is not None:
+            row.update(evaluations=last.nfe, residual=float(last.residual))
+        row["peak_memory_mib"] = peak_memory(self.processes.device) / 2**20
+        self.losses = []
+        if isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau):
+            self.window += losses
+            while len(self.window) >= PLATEAU_WINDOW:
+                self.schedule.step(math.fsum(self.window[:PLATEAU_WINDOW]) / PLATEAU_WINDOW)
+                del self.window[:PLATEAU_WINDOW]
+        if evaluate:
+            self.processes.same_buffers(self.model)
+            found = measure(self.model, self.data, self.data.evaluated_on, self.how, self.processes)
+            row.update(evaluation_loss=found.loss, metric=found.metric)
+        return row
+
+    def _losses(self) -> list[float]:
+        """Those since the last row, of all processes; none of them may be infinite or NaN."""
+        mean = self.processes.total(torch.stack(self.losses)) / self.processes.size
+        losses: list[float] = mean.tolist()
+        for i, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                raise self._diverged(self.update - len(losses) + i + 1, f"the loss is {loss}")
+        return losses
+
+    def _diverged(self, update: int, what: str) -> Diverged:
+        last = self.out / "last.pt"
+        return Diverged(
+            f"update {update:,}: {what}. The training diverged: try a smaller lr (it was {self.how.lr}), clip=1.0, a "
+            f"longer warmup, a smaller beta or fewer steps.{f' {last} is from before.' if last.exists() else ''}"
+        )
+
+    def _keep(self, row: dict[str, Any], progress: record.Progress) -> None:
+        self.rows.append(row)
+        if not self.processes.first:
+            return
+        record.append_metrics(self.out, row)
+        progress.show(row)
+        if row["metric"] == "":
+            return
+        better = self.best is None or (row["metric"] > self.best) == self.data.higher_is_better
+        if better and row["metric"] != self.best:
+            self.best = row["metric"]
+            checkpoint.save(self.out / "best.pt", self._weights())
+
+    def _settled(self) -> bool:
+        plateau = isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau)
+        return plateau and self.optimizer.param_groups[0]["lr"] < SMALLEST_LR
+
+    def _examples(self) -> int:
+        """Of the unit that is reported, per update."""
+        return self.how.batch * (self.data.length if isinstance(self.data, WikiText) else 1)
+
+    def _weights(self) -> dict[str, Any]:
+        vocabulary = None
+        if isinstance(self.data, WikiText) and not self.data.vocabulary.complete:
+            kept, surcharge = self.data.vocabulary.kept, self.data.vocabulary.surcharge
+            vocabulary = {"kept": torch.from_numpy(kept.copy()), "surcharge": torch.from_numpy(surcharge)}
+        return {
+            "preset": self.preset.to_dict(),
+            "update": self.update,
+            "metric": self.rows[-1]["metric"] if self.rows else "",
+            "folder": str(self.folder),
+            "vocabulary": vocabulary,
+            "model": self.model.state_dict(),
+        }
+
+    def _save(self) -> None:
+        losses = self._losses() if self.losses else []
+        generators = self.processes.all_of(checkpoint.generators())
+        if not self.processes.first:
+            return
+        state = {
+            **self._weights(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict() if self.schedule is not None else None,
+            "scaler": self.scaler.state_dict(),
+            "generators": generators,
+            "losses": losses,
+            "window": self.window,
+            "rows": self.rows,
+            "best": self.best,
+            "seconds": self.seconds,
+        }
+        checkpoint.save(self.out / "last.pt", state)
+
+    def load(self, saved: Mapping[str, Any], path: Path) -> None:
+        checkpoint.load_weights(self.model, path, saved)
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(saved["schedule"])
+        self.scaler.load_state_dict(saved["scaler"])
+        self.update, self.seconds, self.best = saved["update"], saved["seconds"], saved["best"]
+        self.losses = [torch.tensor(loss, device=self.processes.device) for loss in saved["losses"]]
+        self.window, self.rows = list(saved["window"]), list(saved["rows"])
+        if self.processes.size == len(saved["generators"]):
+            checkpoint.restore_generators(saved["generators"][self.processes.rank])
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction=reduction)
+
+
+@torch.no_grad()
+def measure(
+    model: nn.Module, found: Cifar10 | WikiText, split: str, how: Any, processes: Processes | None = None
+) -> Measured:
+    """The loss and the metric on a split, each process a share of the batches."""
+    processes = processes or Processes()
+    model.eval()
+    sums = torch.zeros(5, dtype=torch.float64)
+    batches = found.evaluation(split, how.batch)
+    for inputs, targets in itertools.islice(batches, processes.rank, how.evaluation_batches, processes.size):
+        with torch.autocast(processes.device.type, **_autocast(how.autocast)):
+            logits = model(inputs)
+        count = targets.numel()
+        correct = (logits.argmax(-1) == targets).sum()
+        last: Any = model.last
+        nfe, residual = (last.nfe, float(last.residual)) if last is not None else (math.nan, math.nan)
+        loss = cross_entropy(logits, targets, "sum")
+        sums += torch.tensor([loss.item(), correct.item(), count, nfe * count, residual * count], dtype=torch.float64)
+    loss, correct, count, nfe, residual = processes.total(sums).tolist()
+    mean = loss / count + found.surcharge(split)
+    metric = correct / count if found.metric == "accuracy" else math.exp(min(mean, 700.0))
+    explicit = math.isnan(nfe)
+    return Measured(mean, metric, int(count), None if explicit else nfe / count, None if explicit else residual / count)
+
+
+def peak_memory(device: torch.device) -> int:
+    """In bytes: of the tensors on a GPU, of the whole process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def _autocast(dtype: str | None) -> dict[str, Any]:
+    return {"enabled": dtype is not None, "dtype": getattr(torch, dtype) if dtype else None}
+
+
+def _schedule(
+    optimizer: torch.optim.Optimizer, name: str, warmup: int, total: int
+) -> lr_scheduler.LRScheduler | lr_scheduler.ReduceLROnPlateau | None:
+    if name == "plateau":
+        # torch counts the windows that are let pass, the paper the one at which lr is halved
+        return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=PLATEAU_PATIENCE - 1)
+    if name == "constant":
+        return None
+    warmup = min(warmup, total - 1)
+    falling = lr_scheduler.CosineAnnealingLR(optimizer, T_max=total - warmup)
+    if not warmup:
+        return falling
+    rising = lr_scheduler.LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)
+    return lr_scheduler.SequentialLR(optimizer, [rising, falling], [warmup])
+
+
+def _compile_f(model: nn.Module) -> None:
+    """In place, so that the names in a checkpoint stay the same."""
+    functions = [m.f for m in model.modules() if isinstance(m, RevDEQ) and isinstance(m.f, nn.Module)]
+    for module in functions or [model]:
+        module.compile()
+
+
+def _seed(*names: int | str) -> int:
+    """A seed that differs in every bit for every sequence of names."""
+    numbers = [n if isinstance(n, int) else int.from_bytes(n.encode(), "little") for n in names]
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _generator(*names: int | str) -> torch.Generator:
+    return torch.Generator().manual_seed(_seed(*names))
+
+
+class _signals:
+    """SIGTERM and Ctrl-C end the training after the update that is being made; a second Ctrl-C at once."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __enter__(self) -> None:
+        self.before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self.before[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.run.signal and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.run.signal = number
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)

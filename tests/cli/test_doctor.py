@@ -1,0 +1,251 @@
+"""python -m revdeq doctor: what it says of machines in all states of health."""
+
+import builtins
+import importlib
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from revdeq import __main__
+from revdeq.cli import doctor
+from revdeq.kernels import backends, cpu, exact, reference
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["revdeq", "doctor", *arguments])
+    return __main__.main()
+
+
+@pytest.fixture(autouse=True)
+def healthy(monkeypatch):
+    """No setting from outside, and nothing is timed: one test below does that."""
+    monkeypatch.delenv("REVDEQ_BACKEND", raising=False)
+    monkeypatch.setattr(doctor, "bandwidth", lambda device: doctor.Finding("not measured"))
+
+
+def last_line(capsys):
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_healthy_machine_is_ready():
+    """As users call it: one JSON object on stdout, and nothing else."""
+    command = [sys.executable, "-m", "revdeq", "doctor", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    report = json.loads(result.stdout)
+    assert report["ready"] and report["verdict"].startswith("ready")
+    found = report["findings"]
+    assert found["revdeq"]["numbers"]["torch"] == torch.__version__
+    assert found["cpu backend"]["numbers"]["backend"] == ("reference" if cpu.library is None else "cpu")
+    assert found["cpu bits"]["text"].startswith("bit-equal")
+    assert 0 < max(found["cpu gradient"]["numbers"].values()) <= doctor.GRADIENT_ERROR
+    rates = found["cpu bandwidth"]["numbers"]["bytes_per_second"]
+    assert rates.keys() == {"copy", "relax", "invert_adjoint", "exact"} and min(rates.values()) > 0
+
+
+def test_the_same_for_people(monkeypatch, capsys):
+    assert run(monkeypatch) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("ready")
+    for about in ("revdeq", "triton", "C kernel", "GPU", "cpu", "cpu backend", "cpu bits", "cpu gradient"):
+        assert any(line.startswith(f"{about:<18} ") for line in lines), about
+
+
+@pytest.mark.parametrize(
+    ("compiler", "found", "remedy"),
+    [
+        ("no-such-compiler", "there is no C compiler (no-such-compiler)", "install gcc or clang and reinstall revdeq"),
+        ("false", "false fails", "repair the C compiler and reinstall revdeq"),
+        ("true", "true can build it now", "reinstall revdeq"),
+    ],
+)
+def test_without_the_c_kernel_it_is_ready_but_slow_and_says_why(monkeypatch, capsys, compiler, found, remedy):
+    monkeypatch.setattr(cpu, "library", None)
+    monkeypatch.setenv("CC", compiler)
+    assert run(monkeypatch) == 0
+    out = capsys.readouterr().out
+    assert found in out
+    assert "reference: PyTorch's own operations, because the C kernel is missing" in out
+    assert out.splitlines()[-1].startswith(f"ready, and faster if you {remedy}")
+
+
+def test_a_c_kernel_that_cannot_be_loaded_is_not_the_end(monkeypatch, capsys, tmp_path):
+    """Built on another machine, or before cpu.c changed: the package imports, and warns."""
+    with monkeypatch.context() as patch:
+        (tmp_path / "broken.so").write_bytes(b"not a library")
+        spec = importlib.util.spec_from_file_location("broken", tmp_path / "broken.so")
+        patch.setattr(importlib.util, "find_spec", lambda name: spec)
+        fresh = importlib.util.module_from_spec(cpu.__spec__)
+        with pytest.warns(RuntimeWarning, match="C kernel cannot be loaded.*reinstall revdeq"):
+            cpu.__spec__.loader.exec_module(fresh)
+    assert fresh.library is None
+    monkeypatch.setattr(cpu, "library", None)
+    monkeypatch.setattr(cpu, "trouble", fresh.trouble)
+    assert run(monkeypatch) == 0
+    out = capsys.readouterr().out
+    assert "missing: it cannot be loaded" in out and "broken.so" in out
+    assert "reinstall revdeq" in out.splitlines()[-1]
+
+
+def wrong_relax(self, f):
+    reference.relax(self.state, f, self.copy, self.beta)
+    self.state[-1] = torch.nextafter(self.state[-1], self.state[-1] + 1)  # the last bit of the last element
+
+
+@pytest.mark.skipif(cpu.library is None, reason="the C kernel was not built: no C compiler")
+def test_one_wrong_bit_is_not_ready_and_names_the_operation(monkeypatch, capsys):
+    monkeypatch.setattr(cpu.HalfStep, "relax", wrong_relax)
+    assert run(monkeypatch, "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["ready"]
+    assert not report["findings"]["cpu bits"]["works"]
+    assert report["findings"]["cpu gradient"]["works"]
+    assert "not ready: rebuild the C kernel" in report["verdict"]
+    assert "relax (float64 state, f in float32) on cpu gives other bits than the reference" in report["verdict"]
+
+
+@pytest.mark.parametrize("operation", ["_relax", "_invert", "invert_compare"])
+def test_a_wrong_exact_operation_is_found(monkeypatch, capsys, operation):
+    monkeypatch.setattr(backends.cpu, "library", None)
+    right = getattr(exact.HalfStep, operation)
+
+    class Wrong(exact.HalfStep):
+        pass
+
+    def off(self, *arguments):
+        returned = right(self, *arguments)
+        (self.state if returned is None else returned)[..., 5] ^= 1
+        return returned
+
+    setattr(Wrong, operation, off)
+    monkeypatch.setattr(doctor.kernels, "exact_half_step", lambda device: Wrong)
+    assert run(monkeypatch) == 1
+    name = operation.removeprefix("_")
+    assert f"{name} (exact state, f in float32) on cpu gives other bits" in last_line(capsys)
+
+
+def test_a_wrong_gradient_is_not_ready(monkeypatch, capsys):
+    class Off(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, z):
+            return z.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * (1 + 1e-5)
+
+    solve = doctor.solve
+    monkeypatch.setattr(
+        doctor,
+        "solve",
+        lambda *args, **settings: (s := solve(*args, **settings)) and type(s)(**{**vars(s), "z": Off.apply(s.z)}),
+    )
+    assert run(monkeypatch) == 1
+    assert "not ready: do not train on cpu, whose gradient is wrong (float64 and exact state)" in last_line(capsys)
+
+
+def test_a_gradient_that_is_not_a_number_is_still_json(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "gradient_error", lambda *args, **settings: float("nan"))
+    assert run(monkeypatch, "--json") == 1
+    report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert report["findings"]["cpu gradient"]["numbers"] == {"float64": None, "exact": None}
+
+
+def test_an_impossible_setting_is_named(monkeypatch, capsys):
+    for value, message in (("cuda", "REVDEQ_BACKEND is 'cuda': expected"), ("triton", "cannot run on cpu tensors")):
+        if value == "triton" and backends.gpu is None:
+            message = "Triton is not installed"
+        monkeypatch.setenv("REVDEQ_BACKEND", value)
+        monkeypatch.setattr(doctor.measure, "devices", lambda: [torch.device("cpu")])
+        assert run(monkeypatch) == 1
+        line = last_line(capsys)
+        assert line.startswith("not ready: correct REVDEQ_BACKEND") and message in line
+
+
+def test_without_triton_only_a_gpu_misses_it(monkeypatch, capsys):
+    monkeypatch.setattr(backends, "gpu", None)
+    monkeypatch.setattr(backends, "gpu_exact", None)
+    monkeypatch.setattr(doctor.measure, "devices", lambda: [torch.device("cpu")])
+    load = importlib.import_module
+
+    def missing(name, *rest):
+        if name in ("triton", "revdeq.kernels.gpu"):
+            raise ModuleNotFoundError("No module named 'triton'")
+        return load(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    assert run(monkeypatch) == 0
+    assert "missing, needed on GPUs only (ModuleNotFoundError: No module named 'triton')" in capsys.readouterr().out
+    finding = doctor.backend_for(torch.device("cuda", 0), main=True)
+    assert finding.works and finding.fix == "install Triton (pip install triton)"
+    assert "reference: PyTorch's own operations, because Triton is missing" in finding.text
+
+
+def test_a_broken_driver_is_a_finding(monkeypatch, capsys):
+    """torch tells of it in a warning, and says that there is no GPU."""
+
+    def failing():
+        warnings.warn("CUDA initialization: the NVIDIA driver on your system is too old", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", failing)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert run(monkeypatch) == 1
+    line = last_line(capsys)
+    assert line.startswith("not ready: repair the GPU's driver") and "too old" in line
+
+
+def test_a_gpu_that_this_torch_is_not_built_for_is_advice(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "driver_version", lambda: "580.65")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert run(monkeypatch) == 0
+    assert "install a torch that is built for your GPU" in last_line(capsys)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert run(monkeypatch) == 1
+    assert "it is loaded, but torch finds no device" in last_line(capsys)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # on purpose
+    assert run(monkeypatch) == 0
+
+
+def test_whatever_fails_is_a_finding(monkeypatch, capsys):
+    """A device that is listed and then fails at everything."""
+
+    def fails(*args, **kwargs):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(doctor.measure, "devices", lambda: [torch.device("cuda", 0), torch.device("cpu")])
+    for name in ("describe", "software", "same_bits", "same_gradient"):
+        monkeypatch.setattr(doctor, name, fails)
+    assert run(monkeypatch) == 1
+    out = capsys.readouterr().out
+    assert out.count("failed: RuntimeError: CUDA error: unspecified launch failure") == 7
+    assert "repair what stopped the look at 'cuda:0 bits' (RuntimeError: CUDA error" in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("option", [(), ("--json",)])
+def test_an_interruption_ends_quietly(monkeypatch, capsys, option):
+    def interrupted(device):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "same_gradient", interrupted)
+    assert run(monkeypatch, *option) == 130
+    captured = capsys.readouterr()
+    assert "Interrupted" in captured.err
+    assert not option or captured.out == ""
+
+
+def test_commands_are_imported_when_they_run(monkeypatch):
+    load, imported = builtins.__import__, []
+    monkeypatch.setattr(
+        builtins, "__import__", lambda name, *rest: imported.append((name, rest[2])) or load(name, *rest)
+    )
+    monkeypatch.setattr(sys, "argv", ["revdeq", "--help"])
+    with pytest.raises(SystemExit):
+        __main__.main()
+    assert not [names for _, names in imported if names and set(names) & {"demo", "doctor"}]

@@ -1,0 +1,332 @@
+"""The integer state: every half-step is undone to the last bit, and so every gradient is exact."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import revdeq
+from revdeq._solver.function import Evaluation
+from revdeq.baselines import stored_graph
+from revdeq.kernels import cpu, exact
+from revdeq.kernels.exact import Radix
+from revdeq.models import ConvBlock, TransformerBlock
+
+pytestmark = pytest.mark.usefixtures("on_device")
+BETAS = (0.5, 0.6, 2 / 3, 0.75, 0.8, 0.9, 0.95, 1.2)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FREE_HALF_STEPS = {0.5: 32, 0.6: 23, 2 / 3: 20, 0.75: 16, 0.8: 13, 0.9: 9, 0.95: 7, 1.2: 13}
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_radix_is_the_fraction_and_its_room_is_known(beta):
+    radix = Radix.nearest(beta, 24)
+    assert radix.beta == pytest.approx(beta, abs=1e-15)
+    assert radix.free_half_steps == FREE_HALF_STEPS[beta]
+
+
+def roundtrip(
+    half_step, radix, device, n=3000, half_steps=40, f_dtype=torch.float32, copy_dtype=torch.float32, norms=False
+):
+    """All that is left behind on the way there and back."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random(dtype):
+        return (3 * torch.randn(n, generator=generator)).to(dtype).to(device)
+
+    state, copy = (
+        exact.encode(random(torch.float32), radix),
+        torch.full((n,), torch.nan, dtype=copy_dtype, device=device),
+    )
+    start, fs = state.clone(), [random(f_dtype) for _ in range(half_steps)]
+    adjoint = random(torch.promote_types(copy_dtype, torch.float32))
+    there = half_step(state, copy, radix, half_steps)
+    left = []
+    for f in fs:
+        if norms:
+            left.append(there.relax_norms(f).clone())
+        else:
+            there.relax(f)
+    assert not there.alarm.any()
+    left += [state.clone(), copy.clone(), *(x.clone() for x in there.spilled)]
+    back = half_step(state, copy, radix, half_steps, there.spilled)
+    for f in reversed(fs[1:]):
+        back.invert_adjoint(f, adjoint, random(copy_dtype))
+    other = random(copy_dtype)
+    maxima = torch.cat(
+        [back.invert_compare(fs[0], other, None, None), back.invert_compare(fs[0], other, adjoint, other)]
+    )
+    back.invert(fs[0])
+    assert torch.equal(state, start), "the way back ends where the way there began"
+    return [x.cpu() for x in (*left, copy, adjoint, maxima)]
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_threads_change_no_bit(norms):
+    if cpu.library is None:
+        pytest.skip("the C kernel was not built: no C compiler")
+    radix, settings = Radix.nearest(0.6, 24), {"n": 2**15 + 77, "half_steps": 12, "norms": norms}  # past a spill
+    expected = roundtrip(exact.HalfStep, radix, torch.device("cpu"), **settings)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            ours = roundtrip(cpu.ExactHalfStep, radix, torch.device("cpu"), **settings)
+            assert all(map(torch.equal, ours, expected))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("beta", [*BETAS, 0.3, 1.7])
+def test_bits_equal_the_reference_for_every_beta(exact_half_step, beta, norms):
+    half_step, device = exact_half_step
+    radix = Radix.nearest(beta, 24)
+    steps = 2 * radix.free_half_steps + 2 if beta == 0.95 else 4  # past the second spill
+    settings = {"half_steps": steps, "norms": norms, "n": 4500 if norms else 1500}
+    expected = roundtrip(exact.HalfStep, radix, device, **settings)
+    assert all(map(torch.equal, roundtrip(half_step, radix, device, **settings), expected))
+
+
+@pytest.mark.parametrize(("f_dtype", "copy_dtype"), [*itertools.product(DTYPES, DTYPES)])
+def test_bits_equal_the_reference_for_every_pair_of_dtypes(exact_half_step, f_dtype, copy_dtype):
+    half_step, device = exact_half_step
+    settings = {"half_steps": 6, "f_dtype": f_dtype, "copy_dtype": copy_dtype, "n": 1300}
+    for beta in (0.8, 0.6):
+        radix = Radix.nearest(beta, 24)
+        expected = roundtrip(exact.HalfStep, radix, device, **settings)
+        assert all(map(torch.equal, roundtrip(half_step, radix, device, **settings), expected))
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 255, 257, 1023, 1025, 4097])
+def test_bits_equal_the_reference_for_every_size(exact_half_step, n):
+    half_step, device = exact_half_step
+    radix = Radix.nearest(0.6, 24)
+    expected = roundtrip(exact.HalfStep, radix, device, n=n, half_steps=4, norms=True)
+    assert all(map(torch.equal, roundtrip(half_step, radix, device, n=n, half_steps=4, norms=True), expected))
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_random_bits_and_extremes_survive_a_step_and_its_inverse(exact_half_step, beta):
+    """Any state whose remainder is within its bound, and f over its whole range. The extremes stand at both ends: C
+    takes the last elements, where there are not eight, another way."""
+    half_step, device = exact_half_step
+    radix = Radix.nearest(beta, 24)
+    generator = torch.Generator().manual_seed(2)
+    bound = -(-(2**32) // radix.d) * radix.p - radix.p  # R that still has room for one half-step
+    y = torch.randint(-(2**31), 2**31, (2004,), generator=generator)
+    r = torch.randint(0, bound, (2004,), generator=generator)
+    f = (torch.rand(2004, generator=generator) * 256 - 128).clamp(-127.9, 127.9)
+    for end in (slice(4), slice(-4, None)):
+        y[end], r[end] = torch.tensor([-(2**31), 2**31 - 1, 0, -1]), torch.tensor([0, bound - 1, bound - 1, 0])
+        f[end] = torch.tensor([127.9, -127.9, 0.0, 127.9])
+    if radix.sign < 0:  # beyond beta = 1 the state may leave its range, which is what the alarm is for
+        y, f = y // 4, f / 4
+    state = ((y << 32) | r).to(device)
+    start, copy, expected = state.clone(), torch.empty(2004, device=device), state.clone()
+    bound_step = half_step(state, copy, radix, 1)
+    partial = bound_step.relax_norms(f.to(device))
+    assert not bound_step.alarm.any()
+    specified = exact.HalfStep(expected, torch.empty_like(copy), radix, 1)
+    assert torch.equal(partial, specified.relax_norms(f.to(device)))
+    assert torch.equal(state, expected)
+    bound_step.invert(f.to(device))
+    assert torch.equal(state, start)
+
+
+@pytest.mark.parametrize("bad", [128.0, -129.0, 1e30, float("inf"), float("nan")])
+def test_what_does_not_fit_raises_the_alarm_of_its_half_step(exact_half_step, bad):
+    half_step, device = exact_half_step
+    state, copy = torch.zeros(300, dtype=torch.int64, device=device), torch.zeros(300, device=device)
+    step = half_step(state, copy, Radix.nearest(0.5, 24), 3)
+    f = torch.zeros(300, device=device)
+    step.relax(f)
+    f[17] = bad
+    step.relax(f)
+    alarm = step.alarm.amax(1).cpu().view(torch.float32)
+    assert alarm[0] == 0
+    assert torch.equal(alarm[1], torch.tensor(abs(bad))) or (alarm[1].isnan() and bad != bad)
+
+
+def blocks():
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh())
+    return {
+        "mlp": (lambda z, x: mlp(z) + x, torch.randn(4, 8)),
+        "conv": (ConvBlock(16), torch.randn(2, 16, 6, 6)),
+        "transformer": (TransformerBlock(16, 2), torch.randn(2, 5, 16)),
+    }
+
+
+@pytest.mark.parametrize("max_steps", [1, 4, 8, 13, 64])
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("name", ["mlp", "conv", "transformer"])
+def test_the_backward_pass_computes_what_the_forward_pass_computed(name, beta, max_steps):
+    """With the same inputs and outputs of f, bit for bit, the gradient is that of the stored graph."""
+    f, x = blocks()[name]
+    report = revdeq.verify(f, torch.zeros_like(x), x, beta=beta, max_steps=max_steps, state="exact")
+    assert report.exact, str(report)
+
+
+def gradients(f, x, weight, **settings):
+    z = revdeq.solve(f, torch.zeros_like(x), x, **settings).z
+    return z, torch.autograd.grad(z, [x, *f.parameters()], weight)
+
+
+@pytest.mark.parametrize(("beta", "max_steps"), [(0.5, 64), (0.8, 8), (0.9, 16)])
+def test_the_gradient_equals_that_with_stored_inputs_bit_for_bit(monkeypatch, beta, max_steps):
+    f, x = blocks()["conv"]
+    x.requires_grad_()
+    weight = torch.randn_like(x)
+    stored = []
+    value, vjp = Evaluation.value, Evaluation.vjp
+    _, ours = gradients(f, x, weight, beta=beta, max_steps=max_steps, state="exact", check="raise")
+    with monkeypatch.context() as patch:
+        first = Evaluation.first
+        patch.setattr(Evaluation, "first", lambda self, s: stored.append(s[0].clone()) or first(self, s))
+        patch.setattr(Evaluation, "value", lambda self, s: stored.append(s[0].clone()) or value(self, s))
+        patch.setattr(Evaluation, "vjp", lambda self, s, *rest: vjp(self, [stored.pop()], *rest))
+        _, expected = gradients(f, x, weight, beta=beta, max_steps=max_steps, state="exact")
+    assert not stored
+    assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.cpu
+def test_where_float64_fails_it_does_not():
+    f, x = blocks()["conv"]
+    x.requires_grad_()
+    weight = torch.randn_like(x)
+    with pytest.raises(revdeq.ReconstructionError):
+        gradients(f, x, weight, beta=0.9, max_steps=64, check="raise")
+    z, ours = gradients(f, x, weight, beta=0.9, max_steps=64, state="exact", check="raise")
+    expected_z = stored_graph(f, torch.zeros_like(x), x, beta=0.9, max_steps=64)
+    expected = torch.autograd.grad(expected_z, [x, *f.parameters()], weight)
+    # The forward passes differ by the resolution of the state, and the gradients by what that makes of them.
+    torch.testing.assert_close(z, expected_z, rtol=0, atol=1e-5)
+    for g, e in zip(ours, expected, strict=True):
+        assert (g - e).norm() <= 1e-3 * e.norm()
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_value_is_that_of_the_float64_scheme(beta):
+    for f, x in blocks().values():
+        settings = {"beta": beta, "max_steps": 6, "check": None}
+        ours = revdeq.solve(f, torch.zeros_like(x), x, state="exact", **settings).z
+        expected = revdeq.solve(f, torch.zeros_like(x), x, **settings).z
+        assert (ours - expected).abs().max() <= 1e-6 * max(1.0, expected.abs().max())
+
+
+def test_tolerance_nested_states_and_dtypes():
+    weight = nn.Parameter(torch.tensor(0.5))
+
+    def f(z):
+        return {"a": torch.cos(z["a"]) * weight, "b": (0.5 * z["b"][0] + 1).float(), "c": z["c"] * 0}
+
+    z0 = {"a": torch.zeros(3, 2).t(), "b": [torch.zeros((), dtype=torch.float64)], "c": torch.zeros(0)}
+    solution = revdeq.solve(
+        lambda z: {**f(z), "b": [f(z)["b"]]}, z0, beta=0.75, max_steps=60, tol=1e-4, state="exact", check="raise"
+    )
+    assert solution.steps < 60
+    assert solution.beta == 0.75
+    assert solution.residual <= 1e-4
+    torch.testing.assert_close(solution.z["b"][0], torch.tensor(2.0, dtype=torch.float64), rtol=1e-3, atol=0)
+    (solution.z["a"].sum() + solution.z["b"][0]).backward()
+    assert weight.grad.isfinite()
+
+
+def test_every_backend_gives_the_same_solution_and_gradient(backend):
+    f, x = blocks()["conv"]
+    x.requires_grad_()
+    weight = torch.randn_like(x)
+    settings = {"beta": 0.8, "max_steps": 8, "state": "exact", "tol": 1e-9}
+    with revdeq.kernels.backend("reference"):
+        expected_z, expected = gradients(f, x, weight, **settings)
+    with revdeq.kernels.backend(backend):
+        z, ours = gradients(f, x, weight, **settings)
+    assert torch.equal(z, expected_z)
+    assert all(map(torch.equal, ours, expected))
+
+
+def test_no_float64_tensor_is_made(monkeypatch):
+    class NoFloat64(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            assert not (isinstance(out, torch.Tensor) and out.dtype == torch.float64), func
+            return out
+
+    f, x = blocks()["conv"]
+    x.requires_grad_()
+    with revdeq.kernels.backend("reference"), NoFloat64():
+        gradients(f, x, torch.ones_like(x), beta=0.8, max_steps=8, state="exact")
+
+
+def test_another_beta_becomes_the_nearest_fraction():
+    solution = revdeq.solve(torch.cos, torch.zeros(2), beta=0.7001, state="exact")
+    assert solution.beta == 0.7
+    with pytest.raises(ValueError, match="beta = 0.999 has no usable fraction"):
+        revdeq.solve(torch.cos, torch.zeros(2), beta=0.999, state="exact")
+    with pytest.raises(ValueError, match="beta = 0.001 has no usable fraction"):
+        revdeq.solve(torch.cos, torch.zeros(2), beta=0.001, state="exact")
+
+
+@pytest.mark.cpu
+def test_values_out_of_range_are_errors_with_the_step_and_the_remedy():
+    with pytest.raises(
+        OverflowError,
+        match=r"left in step 2: with f at 150, .*below 128; use state=revdeq.Exact\(fraction_bits=22\)",
+    ):
+        revdeq.solve(lambda z: z * 0 + torch.where(z.abs() > 50, 150.0, 100.0), torch.zeros(3), state="exact")
+    roomy = revdeq.solve(lambda z: z * 0 + 150.0, torch.zeros(3), state=revdeq.Exact(fraction_bits=22))
+    torch.testing.assert_close(roomy.z, torch.full((3,), 150.0), rtol=0.01, atol=0)
+    with pytest.raises(FloatingPointError, match="left in step 1: f is not finite"):
+        revdeq.solve(lambda z: z / 0, torch.zeros(3), state="exact")
+    with pytest.raises(OverflowError, match="z0 does not fit the exact state: with z0 at 500, where"):
+        revdeq.solve(torch.cos, torch.full((3,), 500.0), state="exact")
+
+
+@pytest.mark.cpu
+def test_where_looking_would_wait_an_error_comes_with_a_later_solve(monkeypatch):
+    monkeypatch.setattr("revdeq._solver.adjoint.can_look", lambda x: False)
+    monkeypatch.setattr("revdeq._solver.monitor.can_look", lambda x: False)
+    revdeq.solve(lambda z: z / 0, torch.zeros(3), state="exact")
+    with pytest.raises(FloatingPointError, match="left in step 1"):
+        revdeq.solve(torch.cos, torch.zeros(3))
+
+
+def test_bad_settings():
+    with pytest.raises(ValueError, match="state = 'float32' must be 'float64', 'exact' or revdeq.Exact"):
+        revdeq.solve(torch.cos, torch.zeros(3), state="float32")
+    for bits in (0, 31, 2.5, "24"):
+        with pytest.raises(ValueError, match="fraction_bits = .* must be an integer from 1 to 30"):
+            revdeq.Exact(fraction_bits=bits)
+
+
+def test_remainders_that_do_not_fit_into_memory_are_an_error_with_their_size(monkeypatch):
+    def none_left(*args, **kwargs):
+        raise RuntimeError("not enough memory: you tried to allocate")
+
+    half_step = exact.HalfStep(torch.zeros(2**20, dtype=torch.int64), torch.zeros(2**20), Radix.nearest(0.9, 24), 64)
+    monkeypatch.setattr(torch, "empty_like", none_left)
+    with pytest.raises(
+        MemoryError, match=r"64 steps at beta = 0.9 take 28 bytes per element.*0.1 GiB in all.*smaller beta"
+    ):
+        half_step.make_room()
+
+
+def test_at_the_size_of_the_image_model_of_the_paper():
+    """C = 64, width 2, 32x32, beta .8, N = 8, where float64 is 3e-4 off."""
+    torch.manual_seed(0)
+    f, x = ConvBlock(64, width=2), torch.randn(4, 64, 32, 32)
+    assert revdeq.verify(f, torch.zeros_like(x), x, beta=0.8, max_steps=8, state="exact").exact
+    assert not revdeq.verify(f, torch.zeros_like(x), x, beta=0.8, max_steps=8).exact
+
+
+def test_f_may_change_its_input_in_place():
+    def in_place(z):
+        return z.mul_(0.5).add_(1)
+
+    expected = revdeq.solve(lambda z: 0.5 * z + 1, torch.zeros(3), state="exact")
+    assert torch.equal(revdeq.solve(in_place, torch.zeros(3), state="exact").y, expected.y)
+    with torch.inference_mode():
+        assert torch.equal(revdeq.solve(in_place, torch.zeros(3), state="exact").y, expected.y)

@@ -1,0 +1,61 @@
+"""Memory does not grow with depth."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import revdeq
+from revdeq._device import peak_memory
+from revdeq.baselines import checkpointed, stored_graph
+from revdeq.models import ConvBlock
+
+pytestmark = pytest.mark.usefixtures("on_device")
+
+
+def solve(*args, **settings):
+    """64 steps are beyond float64's range, and the backward pass would say so."""
+    return revdeq.solve(*args, **settings, check=None).z
+
+
+def peak(solver, max_steps, grad=True):
+    torch.manual_seed(0)
+    f, x = ConvBlock(16, width=4), torch.randn(4, 16, 32, 32, requires_grad=True)
+
+    def step():
+        with torch.set_grad_enabled(grad):
+            z = solver(f, torch.zeros_like(x), x, max_steps=max_steps)
+            if grad:
+                torch.autograd.grad(z, [x, *f.parameters()], torch.ones_like(x))
+
+    step()  # what is allocated once only
+    return peak_memory(step, x.device)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_peak_memory_is_the_same_at_every_depth(grad):
+    """At least two steps: the first has nothing before it, and the last finds its adjoints in place."""
+    assert peak(solve, 64, grad) <= 1.001 * peak(solve, 2, grad)
+
+
+def test_the_measurement_sees_memory_that_grows():
+    assert peak(stored_graph, 16) > 4 * peak(stored_graph, 2)
+    assert peak(checkpointed, 64) > 4 * peak(checkpointed, 2)
+
+
+def test_without_grad_no_graph_of_f_is_built():
+    assert peak(solve, 4, grad=False) < 0.7 * peak(solve, 4)
+
+
+def test_nothing_outlives_the_solution():
+    """No reference cycle keeps the states alive until the garbage collector comes by."""
+    gc.disable()
+    try:
+        x = torch.randn(3, requires_grad=True)
+        solution = revdeq.solve(lambda z: 0.5 * z + x, torch.zeros(3))
+        node = weakref.ref(solution.z.grad_fn)
+        del solution
+        assert node() is None
+    finally:
+        gc.enable()

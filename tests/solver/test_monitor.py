@@ -1,0 +1,104 @@
+"""A backward pass that lost its way says so."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import revdeq
+from revdeq._solver import monitor
+from revdeq.baselines import stored_graph
+from revdeq.models import ConvBlock
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(monitor, "_already_warned", set())
+
+
+def block():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+
+def run(f, **settings):
+    revdeq.solve(f, torch.randn(5, 8), **settings).z.sum().backward()
+
+
+def test_within_its_range_float64_is_silent():
+    for beta, max_steps in ((0.5, 8), (0.8, 4), (0.75, 8), (1.2, 4)):
+        run(block(), beta=beta, max_steps=max_steps, check="raise")
+
+
+def test_beyond_its_range_it_warns_once_for_each_place_that_calls():
+    f = block()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for beta in (0.9, 0.89, 0.88):  # with another text each time
+            revdeq.solve(f, torch.randn(5, 8), beta=beta, max_steps=20).z.sum().backward()
+        layer = revdeq.RevDEQ(lambda z, x: f(z) + x, beta=0.9, max_steps=20)
+        layer(torch.randn(5, 8)).sum().backward()
+    assert [w.category for w in caught] == [revdeq.ReconstructionWarning] * 2
+    assert all(w.filename == __file__ for w in caught)
+    assert caught[0].lineno != caught[1].lineno
+    assert "beta = 0.9, max_steps = 20" in str(caught[0].message)
+    assert "fewer steps or a beta further from 1" in str(caught[0].message)
+
+
+def test_it_raises_or_keeps_silent_on_request():
+    with pytest.raises(revdeq.ReconstructionError, match="did not find its way back to the initial state"):
+        run(block(), beta=0.9, max_steps=20, check="raise")
+    run(block(), beta=0.9, max_steps=20, check=None)
+    with pytest.raises(ValueError, match="check = 'ignore' must be 'warn', 'raise' or None"):
+        run(block(), check="ignore")
+    with pytest.raises(ValueError, match="check = True"):
+        revdeq.RevDEQ(block(), check=True)
+
+
+def test_a_function_that_changes_between_the_passes_is_noticed():
+    f = block()
+    calls = 0
+
+    def drifting(z):
+        nonlocal calls
+        calls += 1
+        return f(z) + 1e-3 * calls
+
+    with pytest.raises(revdeq.ReconstructionError, match="f does not compute the same when it is called again"):
+        run(drifting, check="raise")
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.75, 0.8, 0.9])
+def test_a_silent_gradient_is_a_right_one(beta):
+    """What passes the check is within 3e-5 of the stored graph, over all depths."""
+    torch.manual_seed(0)
+    f, x = ConvBlock(16), torch.randn(2, 16, 8, 8)
+    weight, silent = torch.randn_like(x), []
+    for max_steps in (1, 2, 4, 8, 16, 32):
+        z = revdeq.solve(f, torch.zeros_like(x), x, beta=beta, max_steps=max_steps, check="raise").z
+        try:
+            ours = torch.autograd.grad(z, list(f.parameters()), weight)
+        except revdeq.ReconstructionError:
+            continue
+        silent.append(max_steps)
+        z = stored_graph(f, torch.zeros_like(x), x, beta=beta, max_steps=max_steps)
+        for g, e in zip(ours, torch.autograd.grad(z, list(f.parameters()), weight), strict=True):
+            assert (g - e).norm() <= 3e-5 * e.norm()
+    assert {1, 2, 4} <= set(silent)
+    assert 32 not in silent
+
+
+def test_the_verdict_of_a_device_comes_with_a_later_solve(monkeypatch):
+    monkeypatch.setattr(monitor, "can_look", lambda x: False)
+    run(block(), beta=0.9, max_steps=20, check="raise")
+    with pytest.raises(revdeq.ReconstructionError):
+        revdeq.solve(torch.cos, torch.zeros(1))
+    revdeq.solve(torch.cos, torch.zeros(1))
+
+
+def test_an_empty_state_has_nothing_to_lose():
+    z0 = torch.zeros(0, requires_grad=True)
+    revdeq.solve(torch.cos, z0, check="raise").z.sum().backward()
+    zero = torch.zeros(3, requires_grad=True)
+    revdeq.solve(lambda z: 0 * z, zero, check="raise").z.sum().backward()

@@ -1,0 +1,230 @@
+"""The iteration: its two equations, its convergence, its tolerance."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import revdeq
+from revdeq.baselines import stored_graph
+
+pytestmark = pytest.mark.usefixtures("on_device")
+COSINE_FIXED_POINT = 0.7390851332151607
+
+
+def test_two_steps_by_hand():
+    """f(z) = z + 1, beta = .5, from 0:
+    y1 = .5 * 0 + .5 * 1 = .5,      z1 = .5 * 0 + .5 * 1.5 = .75
+    y2 = .5 * .5 + .5 * 1.75 = 1.125,  z2 = .5 * .75 + .5 * 2.125 = 1.4375
+    """
+    one = revdeq.solve(lambda z: z + 1, torch.zeros(1), max_steps=1)
+    two = revdeq.solve(lambda z: z + 1, torch.zeros(1), max_steps=2)
+    assert (one.y.item(), one.z.item()) == (0.5, 0.75)
+    assert (two.y.item(), two.z.item()) == (1.125, 1.4375)
+    assert two.residual.item() == (1.4375 - 0.75) / (1.4375 + 1e-5)
+
+
+def test_both_states_reach_the_fixed_point_of_the_cosine():
+    solution = revdeq.solve(torch.cos, torch.zeros(3, dtype=torch.float64), max_steps=300, tol=1e-14)
+    assert solution.steps < 300
+    for state in (solution.y, solution.z):
+        torch.testing.assert_close(state, torch.full_like(state, COSINE_FIXED_POINT), rtol=0, atol=1e-13)
+
+
+def affine(d=6, k=0.6):
+    """f(z, x) = A z + x with ‖A‖ = k: the fixed point is (I - A)^-1 x."""
+    torch.manual_seed(1)
+    q, _ = torch.linalg.qr(torch.randn(d, d, dtype=torch.float64))
+    r, _ = torch.linalg.qr(torch.randn(d, d, dtype=torch.float64))
+    matrix = k * q @ torch.diag(torch.linspace(0.1, 1, d, dtype=torch.float64)) @ r
+    return matrix, torch.randn(d, dtype=torch.float64)
+
+
+def test_an_affine_map_has_its_closed_form_and_gradient():
+    matrix, x = affine(k=0.2)
+    matrix.requires_grad_()
+    x.requires_grad_()
+    steps = 20
+    solution = revdeq.solve(lambda z, x: matrix @ z + x, torch.zeros_like(x), x, beta=0.5, max_steps=steps)
+    exact = torch.linalg.solve(torch.eye(len(x), dtype=torch.float64) - matrix, x)
+    bound = (0.5 + 0.5 * 0.2) ** steps * exact.norm()
+    torch.testing.assert_close(solution.z, exact, rtol=0, atol=bound.item())
+    weight = torch.arange(1.0, len(x) + 1, dtype=torch.float64)
+    computed = torch.autograd.grad(solution.z @ weight, [matrix, x])
+    closed = torch.autograd.grad(exact @ weight, [matrix, x])
+    for ours, theirs in zip(computed, closed, strict=True):
+        # the derivative of the N-th iterate converges like N L^N
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=(steps * bound * closed[0].norm()).item())
+
+
+def test_a_rotation_needs_the_damping():
+    """A turn by 90 degrees is no contraction: undamped iteration goes round for ever, beta = .5 converges."""
+
+    def turn(z):
+        return torch.stack([-z[1], z[0]]) + 1
+
+    undamped = torch.zeros(2, dtype=torch.float64)
+    for _ in range(100):
+        undamped = turn(undamped)
+    fixed_point = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    assert (undamped - fixed_point).norm() > 0.9
+    solution = revdeq.solve(turn, torch.zeros(2, dtype=torch.float64), beta=0.5, max_steps=100)
+    torch.testing.assert_close(solution.z, fixed_point, rtol=0, atol=1e-9)
+    torch.testing.assert_close(solution.y, fixed_point, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("beta", [0.3, 0.5, 0.8, 1.1])
+@pytest.mark.parametrize("k", [0.2, 0.6, 0.75])
+def test_convergence_is_at_least_as_fast_as_the_bound(beta, k):
+    """‖y_n - q‖, ‖z_n - q‖ <= L^n ‖z_0 - q‖ with L = |1 - beta| + beta k (the paper's theorem)."""
+    assert beta < 2 / (k + 1)
+    matrix, x = affine(k=k)
+    fixed_point = torch.linalg.solve(torch.eye(len(x), dtype=torch.float64) - matrix, x)
+    bound = abs(1 - beta) + beta * k
+    for steps in (1, 2, 3, 5, 10, 20):
+        solution = revdeq.solve(lambda z: matrix @ z + x, torch.zeros_like(x), beta=beta, max_steps=steps)
+        limit = bound**steps * fixed_point.norm() * (1 + 1e-6)  # beta is rounded to float32
+        assert (solution.y - fixed_point).norm() <= limit
+        assert (solution.z - fixed_point).norm() <= limit
+
+
+def test_the_tolerance_stops_at_the_first_step_that_meets_it():
+    matrix, x = affine()
+    tol = 1e-4
+
+    def residual(steps):
+        return revdeq.solve(lambda z: matrix @ z + x, torch.zeros_like(x), max_steps=steps).residual.item()
+
+    solution = revdeq.solve(lambda z: matrix @ z + x, torch.zeros_like(x), max_steps=200, tol=tol)
+    assert solution.residual <= tol < residual(solution.steps - 1)
+    assert solution.residual.item() == residual(solution.steps)
+    assert solution.nfe == 2 * solution.steps
+
+
+def test_the_residual_is_the_relative_change_of_the_last_step():
+    matrix, x = affine()
+
+    def z(steps):
+        return revdeq.solve(lambda z: matrix @ z + x, torch.zeros_like(x), max_steps=steps)
+
+    change = (z(5).z - z(4).z).norm() / (z(5).z.norm() + 1e-5)
+    torch.testing.assert_close(z(5).residual, change, rtol=1e-12, atol=0)
+
+
+def test_the_residual_spans_all_tensors_of_a_state():
+    matrix, x = affine()
+    whole = revdeq.solve(lambda z: matrix @ z + x, torch.zeros_like(x), max_steps=3)
+
+    def halves(z):
+        top, bottom = (matrix @ torch.cat([z["top"], z["rest"][0]]) + x).split(3)
+        return {"top": top, "rest": (bottom,)}
+
+    nested = revdeq.solve(halves, {"top": torch.zeros_like(x[:3]), "rest": (torch.zeros_like(x[3:]),)}, max_steps=3)
+    assert torch.equal(torch.cat([nested.z["top"], nested.z["rest"][0]]), whole.z)
+    torch.testing.assert_close(nested.residual, whole.residual, rtol=1e-14, atol=0)
+
+
+def test_beta_is_rounded_to_float32_and_reported():
+    solution = revdeq.solve(torch.cos, torch.zeros(1), beta=0.8)
+    assert solution.beta == torch.tensor(0.8, dtype=torch.float32).item() != 0.8
+
+
+def test_a_layer_starts_from_zero_or_from_where_it_is_told():
+    layer = revdeq.RevDEQ(lambda z, x: 0.5 * z + x, beta=0.5, max_steps=60)
+    assert layer.last is None
+    x = torch.ones(2, 3)
+    torch.testing.assert_close(layer(x), torch.full((2, 3), 2.0))
+    assert layer.last.steps == 60 and layer.last.nfe == 120 and not layer.last.residual.requires_grad
+    layer.max_steps = 1
+    assert torch.equal(layer(x, z0=torch.full((2, 3), 2.0)), torch.full((2, 3), 2.0))
+    assert layer.last.residual == 0
+
+
+@pytest.mark.parametrize("max_steps", [1, 4, 7])
+def test_f_is_evaluated_exactly_twice_per_step_in_each_pass(max_steps):
+    calls = 0
+
+    class Count(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, z, x):
+            nonlocal calls
+            calls += 1
+            return torch.tanh(self.inner(z) + x)
+
+    x = torch.randn(3, 4, requires_grad=True)
+    layer = revdeq.RevDEQ(Count(), max_steps=max_steps)
+    z = layer(x)
+    assert calls == layer.last.nfe == 2 * max_steps
+    z.sum().backward()
+    assert calls == 4 * max_steps
+    calls = 0
+    with torch.no_grad():
+        layer(x)
+    assert calls == 2 * max_steps
+
+
+def test_without_grad_the_bits_are_the_same_and_nothing_is_kept():
+    f, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(5, 8)
+    with_grad = revdeq.solve(f, x, beta=0.7)
+    with torch.no_grad():
+        without = revdeq.solve(f, x, beta=0.7)
+    with torch.inference_mode():
+        inference = revdeq.solve(f, x, beta=0.7)
+    assert with_grad.z.requires_grad and not without.z.requires_grad and without.z.grad_fn is None
+    assert torch.equal(with_grad.z, without.z) and torch.equal(with_grad.y, without.y)
+    assert torch.equal(with_grad.z, inference.z)
+    assert with_grad.residual == without.residual
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_the_result_is_the_unrolled_iteration_bit_for_bit(dtype):
+    torch.manual_seed(0)
+    f = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(dtype)
+    z0 = torch.randn(5, 8, dtype=dtype)
+    solution = revdeq.solve(f, z0, beta=0.8, max_steps=5)
+    assert solution.z.dtype == dtype
+    assert torch.equal(solution.z, stored_graph(f, z0, beta=0.8, max_steps=5))
+
+
+def test_every_backend_gives_the_same_solution_and_gradient(backend):
+    torch.manual_seed(0)
+    f, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.randn(300, 16)
+
+    def run():
+        f.zero_grad()
+        solution = revdeq.solve(f, x, beta=0.8, max_steps=4, tol=1e-8)
+        solution.z.square().sum().backward()
+        return solution, [p.grad.clone() for p in f.parameters()]
+
+    with revdeq.kernels.backend("reference"):
+        expected, expected_grads = run()
+    with revdeq.kernels.backend(backend):
+        solution, grads = run()
+    assert torch.equal(solution.z, expected.z) and torch.equal(solution.y, expected.y)
+    assert solution.residual == expected.residual and solution.steps == expected.steps
+    assert all(map(torch.equal, grads, expected_grads))
+
+
+@pytest.mark.cpu
+def test_a_step_shows_divergence_at_once():
+    def explode(z):
+        return z * 1e30 + 1  # z_n is about 1e(60 n - 30), and its square overflows for n = 4
+
+    with pytest.raises(FloatingPointError, match="after step 4 of at most 40"):
+        revdeq.solve(explode, torch.zeros(4, dtype=torch.float64), max_steps=40)
+    with pytest.raises(FloatingPointError, match="after step 1 of at most 8"):
+        revdeq.solve(lambda z: z / 0, torch.zeros(4), tol=1e-3)
+
+
+def test_where_looking_would_wait_the_residual_and_the_gradient_show_divergence(monkeypatch):
+    monkeypatch.setattr("revdeq._solver.adjoint.can_look", lambda x: False)
+    monkeypatch.setattr("revdeq._solver.monitor.can_look", lambda x: False)
+    weight = torch.ones(4, requires_grad=True)
+    solution = revdeq.solve(lambda z: weight * z / 0, torch.zeros(4), max_steps=3, check=None)
+    assert math.isnan(solution.residual)
+    solution.z.sum().backward()
+    assert weight.grad.isnan().all()
