@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from .adjoint import NORM_FLOOR, Iteration, Reversible, iterate
+from .deferred import settle
 from .function import DTYPES, Evaluation
-from .monitor import CHECKS, Monitor, call_site, settle
+from .monitor import CHECKS, Monitor, call_site
 from .scheme import Exact, scheme_for
 
 
