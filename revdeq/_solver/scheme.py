@@ -36,13 +36,17 @@ class Scheme(Protocol):
         """The state in the dtypes that f reads."""
 
     def bind(self, state: State, copy: State, half_steps: int, spilled: list[State] | None = None) -> list[Any]:
-        """Half-steps; with `spilled`, to undo as many as are given."""
+        """Half-steps, as many as are announced; with `spilled`, to undo as many."""
 
     def make_room(self, half_steps: list[Any]) -> None:
         """Allocate what will be put aside in all of the steps that were announced."""
 
-    def check(self, half_steps: list[Any], step: int | None) -> None:
-        """Raise if a state did not fit, in this step, or, where a look would wait for the device, in any."""
+    def look(self, norms: Tensor, half_steps: list[Any], step: int) -> list[float]:
+        """The norms, and an error if a state did not fit in this step: the device is waited for once. Further steps
+        may follow that were not announced."""
+
+    def check(self, half_steps: list[Any]) -> None:
+        """Raise if a state did not fit in any step, when that is known without waiting for the device."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,10 @@ class Float64:
     def make_room(self, half_steps: list[HalfStep]) -> None:
         """Nothing is put aside."""
 
-    def check(self, half_steps: list[HalfStep], step: int | None) -> None:
+    def look(self, norms: Tensor, half_steps: list[HalfStep], step: int) -> list[float]:
+        return norms.tolist()
+
+    def check(self, half_steps: list[HalfStep]) -> None:
         """Every float fits; what is not finite shows in the norms."""
 
 
@@ -131,10 +138,17 @@ class Integers:
         for half_step in half_steps:
             half_step.make_room()
 
-    def check(self, half_steps: list[exact.HalfStep], step: int | None) -> None:
-        alarms = [h.alarm if step is None else h.alarm[step - 1 : step] for h in half_steps]
-        worst = functools.reduce(torch.maximum, alarms).amax(1)
-        report(worst, functools.partial(self._judge, first_step=step or 1))
+    def look(self, norms: Tensor, half_steps: list[exact.HalfStep], step: int) -> list[float]:
+        alarms = [h.alarm[step - 1 : step] for h in half_steps]
+        values = torch.cat([norms.view(torch.int32), _worst(alarms)]).cpu()
+        self._judge(values[2:], first_step=step)
+        for h in half_steps:
+            if h.done == len(h.alarm):  # of the alarms so far nothing is needed but their number
+                h.alarm = torch.cat([h.alarm, torch.zeros_like(h.alarm)])
+        return values[:2].view(torch.float32).tolist()
+
+    def check(self, half_steps: list[exact.HalfStep]) -> None:
+        report(_worst([h.alarm for h in half_steps]), functools.partial(self._judge, first_step=1))
 
     def _judge_start(self, bits: Tensor) -> None:
         if bits:
@@ -157,6 +171,10 @@ class Integers:
             f"{what}: with {name} at {size:.3g}, where {fraction_bits} fraction bits hold magnitudes below {limit:g}; "
             f"{remedy}normalise {name}"
         )
+
+
+def _worst(alarms: list[Tensor]) -> Tensor:
+    return functools.reduce(torch.maximum, alarms).amax(1)
 
 
 def scheme_for(state: Any, beta: float, device: torch.device) -> Scheme:
