@@ -163,7 +163,7 @@ class Driver(_DummyBackendModule):
 
     def manual_seed_all(self, seed):
         for generator in self._generators:
-            generator.manual_seed(seed + 1)  # other numbers than the CPU's
+            generator.manual_seed(seed)
 
     def _refuse_generator(self, index):
         if self.old and self._captured == index:
@@ -234,6 +234,15 @@ class Tensor(torch.Tensor):
 
     def __repr__(self):
         return f"on {self.device}: {self.raw!r}"
+
+    @property
+    def data(self):
+        return self.detach()
+
+    @data.setter
+    def data(self, other):
+        torch.Tensor.data.__set__(self, other)
+        self.raw, self.index = other.raw, other.index
 
     def data_ptr(self):
         return self.raw.data_ptr()
@@ -310,6 +319,11 @@ def _empty_strided(size, stride, dtype=None, layout=None, device=None, pin_memor
     return Tensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"), driver._number(device))
 
 
+def _copy_from(source, target, non_blocking=False):
+    return _copy(target, source, non_blocking)
+
+
+_library.impl("_copy_from", _copy_from, "PrivateUse1")
 _library.impl("empty.memory_format", _empty, "PrivateUse1")
 _library.impl("empty_strided", _empty_strided, "PrivateUse1")
 
