@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import exact
 from ..kernels.reference import HalfStep
-from .deferred import report
+from .deferred import report, settle
 from .function import State
 
 
@@ -141,6 +141,8 @@ class Integers:
     def look(self, norms: Tensor, half_steps: list[exact.HalfStep], step: int) -> list[float]:
         alarms = [h.alarm[step - 1 : step] for h in half_steps]
         values = torch.cat([norms.view(torch.int32), _worst(alarms)]).cpu()
+        if step == 1:
+            settle()  # z0's own alarm has come, too
         self._judge(values[2:], first_step=step)
         for h in half_steps:
             if h.done == len(h.alarm):  # of the alarms so far nothing is needed but their number

@@ -15,7 +15,7 @@ of two devices do not mix. The other device is current, so that whatever relies 
 What it cannot show: operations run at once, one after the other, so there is neither asynchrony nor a race between
 streams; a graph is not recorded, let alone replayed; memory is counted by tensors, without what an operation needs
 inside; kernels other than ours are the CPU's; nothing can be said about speed. PyTorch gives a device made in Python
-one thread, so that only fakegpu:0 has backward passes.
+one thread, so that only fakegpu:0 has backward passes; and only if this module was imported before the process's first.
 """
 
 import contextlib
