@@ -27,8 +27,12 @@ rows one after the other, and a chunk leaves LANES partial sums. No backend can 
 needs neither shared memory nor a barrier for it."""
 
 
+def relaxed(state: Tensor, f: Tensor, beta: float) -> Tensor:
+    return (1 - beta) * state + beta * f.double()
+
+
 def relax(state: Tensor, f: Tensor, copy: Tensor, beta: float) -> None:
-    state.copy_((1 - beta) * state + beta * f.double())
+    state.copy_(relaxed(state, f, beta))
     copy.copy_(state)
 
 

@@ -69,6 +69,8 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
     """With `look`, after each step: it waits for the device."""
     z_copy = [x.clone() for x in initial]
     f_z = it.f.first(z_copy)
+    if it.tol is not None:
+        it.f.shards.refuse_tolerance()
     y_copy = [torch.empty_like(c) for c in z_copy]
     y = it.scheme.start(initial, z_copy)
     z = [x.clone() for x in y]
@@ -109,7 +111,9 @@ class Reversible(torch.autograd.Function):
     def forward(ctx: Any, it: Iteration, outcome: Outcome, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.it, ctx.size, ctx.spills, ctx.spent = it, len(outcome.y), len(outcome.spilled[0]), False
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*itertools.chain(outcome.y, outcome.z, *outcome.spilled), *tensors)
+        own = [*itertools.chain(outcome.y, outcome.z, *outcome.spilled), *tensors[: len(outcome.y)]]
+        ctx.layouts = [_Layout.of(x) for x in own]
+        ctx.save_for_backward(*own, *tensors[len(outcome.y) :])
         return (*outcome.y_copy, *outcome.z_copy)
 
     @staticmethod
@@ -124,8 +128,14 @@ class Reversible(torch.autograd.Function):
                 "this backward pass was interrupted and cannot run a second time: it had begun to undo the steps. "
                 "Solve again, or call backward with retain_graph=True"
             )
+        if any(g is not None and _is_batched(g) for g in grads):
+            raise RuntimeError(
+                "the gradients that this backward pass starts from are batched (is_grads_batched=True, or vmap around "
+                "autograd.grad), and a solve has no batched derivative: call it once for each of them"
+            )
         it, size, (a, beta) = ctx.it, ctx.size, (ctx.it.scheme.a, ctx.it.scheme.beta)
         saved = list(ctx.saved_tensors)  # all of them, for autograd's check that none was changed in place
+        saved = [layout.restored(x) for layout, x in zip(ctx.layouts, saved, strict=False)]
         last, initial = saved[: 2 * size], [x.detach() for x in saved[2 * size * (1 + ctx.spills) :][:size]]
         spilled = [saved[2 * size + i * ctx.spills :][: ctx.spills] for i in range(2 * size)]
         keep = _graph_is_kept()
@@ -152,7 +162,7 @@ class Reversible(torch.autograd.Function):
                 out, vjp, by_inputs = replay.vjp(copy, z_adjoint)
                 out = _apart(out, copy)
                 totals.add(by_inputs)
-                vjp = _zeros_for_none(vjp, copy)
+                vjp = _dense(vjp, copy)
                 if step > 0:
                     _undo(invert_z, out, y_adjoint, vjp)
                 else:  # the initial state is known: use it, not its reconstruction
@@ -164,7 +174,7 @@ class Reversible(torch.autograd.Function):
                 out, vjp, by_inputs = replay.vjp(copy, y_adjoint, by_state)
                 out = _apart(out, copy)
                 totals.add(by_inputs)
-                vjp = _zeros_for_none(vjp, copy) if by_state else []
+                vjp = _dense(vjp, copy) if by_state else []
                 if step > 0:
                     _undo(invert_y, out, z_adjoint, vjp)
                 else:
@@ -182,6 +192,39 @@ class Reversible(torch.autograd.Function):
             it.f.release()
         ctx.spent = False  # autograd frees what it saved, and says so the next time; after an interruption it does not
         return (None, None, *initial_grads, *input_grads)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a tensor is like that was saved: a kernel gets its address, and a hook may give back another."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Tensor) -> "_Layout":
+        return cls(x.dtype, x.shape, x.device, x.stride())
+
+    def restored(self, x: Tensor) -> Tensor:
+        if (x.dtype, x.shape, x.device) != (self.dtype, self.shape, self.device):
+            raise RuntimeError(
+                f"a saved-tensor hook gave back {_described(x)} in place of {_described(self)}, from which the steps "
+                "cannot be undone: leave the solve out of it (torch.autograd.graph.saved_tensors_hooks(lambda x: x, "
+                "lambda x: x) around the solve), or give back what was packed"
+            )
+        if x.stride() == self.stride:
+            return x
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).copy_(x)
+
+
+def _described(x: Any) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)} on {x.device}"
+
+
+def _is_batched(x: Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def _apart(out: State, copy: State) -> State:
@@ -223,6 +266,8 @@ class Totals:
             if total is None:  # copied: a gradient may share memory with a seed or with another gradient
                 wide = torch.promote_types(grad.dtype, torch.float32)
                 self._totals[i] = grad.to(wide, copy=True)
+            elif grad.layout != torch.strided or total.layout != torch.strided:
+                self._totals[i] = total + grad
             else:
                 sums.append(total)
                 addends.append(grad)
@@ -262,9 +307,9 @@ def _scaled(grad: Tensor | None, factor: float, like: Tensor) -> Tensor:
     return torch.empty_like(like, dtype=wide).copy_(grad).mul_(factor)
 
 
-def _zeros_for_none(vjp: Sequence[Tensor | None], like: State) -> State:
-    """f need not depend on all of its state."""
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(vjp, like, strict=True)]
+def _dense(vjp: Sequence[Tensor | None], like: State) -> State:
+    """f need not depend on all of its state, and a gradient may be sparse."""
+    return [torch.zeros_like(x) if g is None else g.to_dense() for g, x in zip(vjp, like, strict=True)]
 
 
 def _graph_is_kept() -> bool:

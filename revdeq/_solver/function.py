@@ -64,17 +64,18 @@ class Function:
 
     def first(self, state: State) -> State:
         """f's outputs, without a graph, for the first time, when its dependencies can be seen as they enter."""
-        buffers, versions = Buffers(self.f), self.arguments.versions()
+        versions = self.arguments.versions()
         leaves = [alias(x) if self.graph else x.detach() for x in state]
         self.search.begin()
-        with self.draw, contextlib.nullcontext() if is_compiled(self.f) else self.search:
+        with Buffers(self.f), self.draw, contextlib.nullcontext() if is_compiled(self.f) else self.search:
             try:
                 outputs = self._call(_disguise(leaves) if self.graph else leaves)
             except TypeError as error:
-                raise self._wrong_signature(error) or error from None
+                if (wrong := self._wrong_signature(error)) is not None:
+                    raise wrong from None
+                raise
         values = self._noted(leaves, outputs)
         self._changes_its_input = self.graph and any(x._version > 0 for x in state)
-        buffers.check()
         self.arguments.refuse_changes(versions)
         return values
 
