@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.reference import HalfStep
-from .function import Evaluation, State
+from .function import Function
+from .inputs import State
 from .monitor import Monitor, can_look
+from .replay import Replay
 from .scheme import Scheme
 
 NORM_FLOOR = 1e-5
@@ -33,7 +35,7 @@ class Iteration:
     """What to iterate, and after the forward pass: the steps that were taken, and the squared 2-norms of the
     last change of z and of z."""
 
-    f: Evaluation
+    f: Function
     scheme: Scheme
     max_steps: int
     tol: float | None
@@ -100,7 +102,7 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
 
 
 class Reversible(torch.autograd.Function):
-    """The outcome of an iteration as a function of the initial state and of `f.inputs`: the last y, then the
+    """The outcome of an iteration as a function of the initial state and of f's inputs: the last y, then the
     last z. It is only now, when f has been evaluated, that all of its inputs are known."""
 
     @staticmethod
@@ -140,12 +142,14 @@ class Reversible(torch.autograd.Function):
         y_adjoint = [_scaled(g, beta / a, c) for g, c in zip(grads[:size], copy, strict=True)]
         z_adjoint = [_scaled(g, beta, c) for g, c in zip(grads[size:], copy, strict=True)]
         initial_needs_grad = any(ctx.needs_input_grad[2 : 2 + size])
-        totals = Totals(it.f.inputs)
+        inputs = it.f.inputs.tensors
+        totals = Totals(inputs)
         maxima: State = []
-        with it.f.again():
+        replay = Replay(it.f)
+        with replay.running():
             for step in reversed(range(it.steps)):
                 # copy is y_{n+1}; undo z_{n+1} = a z_n + beta f(y_{n+1})
-                out, vjp, by_inputs = it.f.vjp(copy, z_adjoint)
+                out, vjp, by_inputs = replay.vjp(copy, z_adjoint)
                 out = _apart(out, copy)
                 totals.add(by_inputs)
                 vjp = _zeros_for_none(vjp, copy)
@@ -157,7 +161,7 @@ class Reversible(torch.autograd.Function):
                         c.copy_(x)
                 # copy is z_n; undo y_{n+1} = a y_n + beta f(z_n)
                 by_state = step > 0 or initial_needs_grad
-                out, vjp, by_inputs = it.f.vjp(copy, y_adjoint, by_state)
+                out, vjp, by_inputs = replay.vjp(copy, y_adjoint, by_state)
                 out = _apart(out, copy)
                 totals.add(by_inputs)
                 vjp = _zeros_for_none(vjp, copy) if by_state else []
@@ -173,7 +177,7 @@ class Reversible(torch.autograd.Function):
             initial_grads = [
                 ((zb + a * yb) / beta).to(x.dtype) for yb, zb, x in zip(y_adjoint, z_adjoint, initial, strict=True)
             ]
-        input_grads = totals.rounded()
+        input_grads = it.f.shards.deliver(inputs, totals.rounded())
         if not keep:
             it.f.release()
         ctx.spent = False  # autograd frees what it saved, and says so the next time; after an interruption it does not

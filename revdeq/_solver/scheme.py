@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import exact
 from ..kernels.reference import HalfStep
-from .function import State
+from .inputs import State
 from .monitor import report
 
 

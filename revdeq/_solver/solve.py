@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from .adjoint import NORM_FLOOR, Iteration, Reversible, iterate
-from .function import DTYPES, Evaluation
+from .function import DTYPES, Function
+from .inputs import Kept
 from .monitor import CHECKS, Monitor, call_site, settle
 from .scheme import Exact, scheme_for
 
@@ -129,17 +130,21 @@ def _solve(
         for path, x in tree_flatten_with_path(args)[0]:
             if isinstance(x, Tensor):
                 _refuse_transformed(f"args{keystr(path)}", x)
-    evaluation = Evaluation(f, spec, args, device)
     scheme = scheme_for(state, rounded if state == "float64" else float(beta), device)
     monitor = None
     if check is not None:
         setting = f"beta = {scheme.beta:.6g}, max_steps = {max_steps}"
         monitor = Monitor(check, call_site(), setting, scheme.remedy)
-    it = Iteration(evaluation, scheme, max_steps, tol, monitor)
-    outcome = iterate(it, initial)
+    it = Iteration(Function(f, spec, args, device), scheme, max_steps, tol, monitor)
+    try:
+        outcome = iterate(it, initial)
+    except Kept:  # a cache that f has filled is there now, and its content is like any captured tensor
+        it = Iteration(Function(f, spec, args, device), scheme, max_steps, tol, monitor)
+        outcome = iterate(it, initial)
     last = (*outcome.y_copy, *outcome.z_copy)
-    if evaluation.graph and (evaluation.inputs or any(x.requires_grad for x in initial)):
-        last = Reversible.apply(it, outcome, *initial, *evaluation.inputs)
+    inputs = it.f.inputs.tensors
+    if it.f.graph and (inputs or any(x.requires_grad for x in initial)):
+        last = Reversible.apply(it, outcome, *initial, *inputs)
 
     y, z = last[: len(initial)], last[len(initial) :]
     assert it.norms is not None
