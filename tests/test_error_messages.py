@@ -387,7 +387,7 @@ MODELS = [
     ("tol with the stored graph", making(SingleScale, solver="stored", tol=1e-3), ValueError,
      "tol = 0.001: solver = 'stored' takes all of its steps; use tol=None"),
     ("the exact state of others", making(SingleScale, solver="torchdeq", state="exact"), ValueError,
-     "state = 'exact' belongs to solver = 'reversible'; with 'torchdeq' use state='float64'"),
+     "state = 'exact' belongs to solver = 'reversible'; with 'torchdeq' leave it out"),
     ("too few for Anderson", making(SingleScale, solver="torchdeq", evaluations=2), ValueError,
      "evaluations = 2 must be at least 3: the first two start Anderson acceleration"),
     ("torchdeq is missing", without_torchdeq, ImportError,
