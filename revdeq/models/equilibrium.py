@@ -65,6 +65,10 @@ class Equilibrium(RevDEQ):
         return f"{super().extra_repr()}, solver={self.solver!r}{extra}"
 
 
+OPTIONS = {*inspect.signature(RevDEQ).parameters, *inspect.signature(Equilibrium).parameters} - {"f", "options"}
+"""By name, what a model passes on to its equilibria."""
+
+
 class _Repeated:
     """f(., x) with one random draw for all evaluations, as within `revdeq.solve`, and under the autocast of the
     forward pass. It counts its calls, and keeps the last two inputs."""
