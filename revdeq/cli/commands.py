@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 Run = Callable[[argparse.Namespace], int]
 NEEDED = ("matplotlib", "numpy", "tiktoken", "tqdm")
@@ -54,9 +53,7 @@ def train(parser: argparse.ArgumentParser) -> Run:
     from ..training.presets import PRESETS
 
     quoted, others = ([p.name for p in PRESETS.values() if bool(p.quoted) == paper] for paper in (True, False))
-    parser.add_argument(
-        "preset", help=f"the paper's, for GPUs: {', '.join(quoted)}; for CPUs: {', '.join(others)}"
-    )
+    parser.add_argument("preset", help=f"the paper's, for GPUs: {', '.join(quoted)}; for CPUs: {', '.join(others)}")
     _data_options(parser)
     parser.add_argument("--out", type=Path, metavar="RUN", help="the run's folder (default: runs/PRESET)")
     _settings_option(parser, "change a setting; one that does not exist, --set x=0, lists them all")

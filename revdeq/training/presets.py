@@ -161,10 +161,9 @@ class Preset:
         known = keywords(preset.model) | of_data
         for key in changes:
             if key not in known | of_training:
-                every = {*known, *of_training, "model"}
-                raise SettingError(
-                    f"{self.name} has no setting {key!r}{nearest(key, {*every, *SHORT})}: it has {', '.join(sorted(every))}"
-                )
+                every = sorted({*known, *of_training, "model"})
+                meant = nearest(key, [*every, *SHORT])
+                raise SettingError(f"{self.name} has no setting {key!r}{meant}: it has {', '.join(every)}")
         return dataclasses.replace(
             preset,
             settings={**preset.settings, **{k: v for k, v in changes.items() if k in known}},

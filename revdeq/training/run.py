@@ -131,7 +131,7 @@ class Run:
         self, preset: Preset, dataset: DataSet, processes: Processes, folder: Path | None, out: Path, quiet: bool
     ) -> None:
         self.preset, self.training, self.dataset, self.processes = preset, preset.training, dataset, processes
-        self.folder, self.out, self.quiet = folder.resolve(), out, quiet
+        self.folder, self.out, self.quiet = None if folder is None else str(folder.resolve()), out, quiet
         training = self.training
         if training.batch % processes.size:
             raise SettingError(f"batch={training.batch}: it must be a multiple of the {processes.size} processes")
@@ -160,14 +160,15 @@ class Run:
         self.best: float | None = None
         self.order: tuple[int, Tensor] | None = None
         self.signal = 0
-        seeds = [_seed(training.seed, "draws", processes.rank, n) for n in range(3)]  # dropout differs between processes
+        # Dropout differs between processes.
+        seeds = [_seed(training.seed, "draws", processes.rank, n) for n in range(3)]
         torch.manual_seed(seeds[0])
         random.seed(seeds[1])
         np.random.seed(seeds[2] % 2**32)
 
     def go(self, resume: bool) -> list[dict[str, Any]]:
         dataset = self.dataset
-        config = {**self.preset.to_dict(), "parameters": self.parameters, "folder": self._folder}
+        config = {**self.preset.to_dict(), "parameters": self.parameters, "folder": self.folder}
         progress = record.Progress(self.total, self.update, dataset.unit, dataset.metric.name, self.quiet)
         if self.processes.first:
             record.write_config(self.out, config)
@@ -288,8 +289,8 @@ class Run:
     def _diverged(self, update: int, what: str) -> Diverged:
         last = self.out / "last.pt"
         return Diverged(
-            f"update {update:,}: {what}. The training diverged: try a smaller lr (it was {self.training.lr}), clip=1.0, a "
-            f"longer warmup, a smaller beta or fewer steps.{f' {last} is from before.' if last.exists() else ''}"
+            f"update {update:,}: {what}. The training diverged: try a smaller lr (it was {self.training.lr}), clip=1.0,"
+            f" a longer warmup, a smaller beta or fewer steps.{f' {last} is from before.' if last.exists() else ''}"
         )
 
     def _keep(self, row: dict[str, Any], progress: record.Progress) -> None:
@@ -305,10 +306,6 @@ class Run:
             self.best = row["metric"]
             checkpoint.save(self.out / "best.pt", self._weights())
 
-    @property
-    def _folder(self) -> str | None:
-        return None if self.folder is None else str(self.folder)
-
     def _settled(self) -> bool:
         plateau = isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau)
         return plateau and self.optimizer.param_groups[0]["lr"] < SMALLEST_LR
@@ -322,7 +319,7 @@ class Run:
             "preset": self.preset.to_dict(),
             "update": self.update,
             "metric": self.rows[-1]["metric"] if self.rows else "",
-            "folder": self._folder,
+            "folder": self.folder,
             "data": self.dataset.saved(),
             "model": self.model.state_dict(),
         }

@@ -273,7 +273,9 @@ def test_a_restricted_vocabulary_keeps_a_distribution_over_all_tokens(tmp_path):
     assert others.sum() == v.encoded - 5 and (v.surcharge[~others] == 0).all()
     np.testing.assert_allclose(np.exp(-v.surcharge[others]).sum(), 1, rtol=1e-12)  # 1e-12: some hundred roundings
     seen = WikiText("wikitext-2", tmp_path, 16, vocabulary="seen")
-    assert seen.vocabulary.size == (counts > 0).sum() + 1 and seen.batch(torch.arange(9), torch.Generator()).surcharge == 0
+    assert (
+        seen.vocabulary.size == (counts > 0).sum() + 1 and seen.batch(torch.arange(9), torch.Generator()).surcharge == 0
+    )
     assert WikiText("wikitext-2", tmp_path, 16).vocabulary.size == 384  # 263 tokens, up to a multiple of 128
     for wrong in ("sene", 0, -3, True, 2.5, None):
         with pytest.raises(DataError, match=f"vocabulary={wrong!r}"):

@@ -336,6 +336,102 @@ def test_perplexity_of_a_restricted_vocabulary_is_that_of_all_tokens(folder):
     assert found.targets == len(data.tokens["valid"]) - 1 and found.evaluations is None
 
 
+def test_a_part_of_a_split_counts_the_tokens_of_that_part(folder):
+    """The loss of tokens outside the vocabulary is that of the tokens evaluated, not the mean over the split."""
+    data = WikiText("wikitext-2", folder, 16, vocabulary=3)
+    v = data.vocabulary
+
+    class Certain(torch.nn.Module):
+        """Of the id that follows, so that the loss is the surcharge alone."""
+
+        last = None
+
+        def forward(self, tokens):
+            (targets,) = (b.targets for b in batches if torch.equal(b.inputs, tokens))
+            return 1000.0 * torch.nn.functional.one_hot(targets, v.size)
+
+    batches = list(data.evaluation("valid", 4))
+    for count in (1, 2, None):
+        score = train.evaluate(Certain(), data, "valid", Training(batch=4, evaluation_batches=count))
+        tokens = data.tokens["valid"][1 : 1 + 64 * count] if count else data.tokens["valid"][1:]
+        assert score.targets == len(tokens) and score.loss == pytest.approx(v.surcharge[tokens].mean(), rel=1e-6)
+
+
+def test_evaluate_takes_the_whole_split_unless_it_is_told(folder, tmp_path, monkeypatch, capsys):
+    preset = small("wikitext2-tiny", evaluation_batches=1)
+    train.train(preset, folder, tmp_path / "run", quiet=True)
+    data = WikiText("wikitext-2", folder, 16, vocabulary=20)
+    capsys.readouterr()
+
+    def said(*more):
+        assert command(monkeypatch, "evaluate", tmp_path / "run/best.pt", "--data", folder, *more) == 0
+        return capsys.readouterr().out
+
+    assert f"({len(data.tokens['test']) - 1:,} tokens), 4 evaluations of f" in said()
+    assert "(128 tokens), 4 evaluations of f" in said("--batches", 1)
+    assert "(128 tokens), 10 evaluations of f" in said("--batches", 1, "--set", "steps=5")
+    for wrong, message in ((("--batches", 0), "--batches 0: it must be 1 or larger"), (("--set", "lr"), "key=value")):
+        assert command(monkeypatch, "evaluate", tmp_path / "run/best.pt", "--data", folder, *wrong) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_version_0_1_0_is_read(folder, tmp_path):
+    """`steps` was the name of max_steps, the vocabulary a setting of the training, and no image was held out."""
+    for name in SETTINGS:
+        train.train(small(name, updates=4), folder, tmp_path / name, quiet=True)
+        path = tmp_path / name / "best.pt"
+        saved = checkpoint.load(path)
+        expected = train.restored(path, folder)
+        preset = saved["preset"]
+        preset["settings"]["steps"] = preset["settings"].pop("max_steps")
+        preset["training"]["vocabulary"] = preset["settings"].pop("vocabulary", "full")
+        saved["vocabulary"] = saved.pop("data")
+        checkpoint.save(path, saved)
+        trained = train.restored(path, folder)
+        assert equal(trained.model.state_dict(), expected.model.state_dict())
+        assert trained.preset.settings["max_steps"] == SETTINGS[name]["max_steps"]
+        if name == "cifar10-tiny":
+            assert trained.dataset.splits == ("test",)
+        else:
+            assert equal(trained.dataset.saved(), expected.dataset.saved())
+
+
+def test_steps_is_short_for_max_steps():
+    assert small(steps=3) == small(max_steps=3)
+    assert configured("cifar10-tiny", {"steps": (1, 2, 3, 4)}).build().last is None
+    assert [layer.max_steps for layer in configured("cifar10-tiny", {"steps": (2, 5)}).build().equilibria] == [5] * 4
+
+
+def test_a_number_of_steps_is_drawn_for_every_update(folder, tmp_path, monkeypatch):
+    preset = small("wikitext2-tiny", max_steps=(2, 9), dropout=0.0)
+    taken = []
+    step = train.Run._step
+
+    def stepping(run):
+        loss = step(run)
+        taken.append(run.model.last.steps)
+        return loss
+
+    monkeypatch.setattr(train.Run, "_step", stepping)
+    rows = train.train(preset, folder, tmp_path / "whole", quiet=True)
+    whole = list(taken)
+    assert len(whole) == 14 and {*whole} <= {*range(2, 10)} and len({*whole}) > 3
+    model = train.restored(tmp_path / "whole/last.pt", folder).model
+    assert model.equilibrium.max_steps == 9  # of an evaluation
+    assert (
+        train.evaluate(model, WikiText("wikitext-2", folder, 16, 20), "valid", preset.training).loss
+        == (rows[-1]["evaluation_loss"])
+    )
+    taken.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        stop_by_signal(patch, 7)
+        with pytest.raises(train.Stopped):
+            train.train(preset, folder, tmp_path / "run", quiet=True)
+    train.train(preset, folder, tmp_path / "run", resume=True, quiet=True)
+    assert taken == whole
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
 def test_generate(folder, tmp_path, monkeypatch, capsys):
     train.train(small("wikitext2-tiny"), folder, tmp_path / "run", quiet=True)
     best = tmp_path / "run/best.pt"

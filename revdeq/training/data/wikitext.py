@@ -56,7 +56,7 @@ class WikiText:
 
     unit = "tokens"
     metric = PERPLEXITY
-    splits = ("valid", "test")
+    splits: tuple[str, ...] = ("valid", "test")
     validation = "valid"
 
     def __init__(
@@ -109,8 +109,8 @@ class WikiText:
         offset = torch.randint(self.length, (), generator=generator)
         return offset + self.length * torch.randperm(self.size, generator=generator)
 
-    def batch(self, starts: Tensor, generator: torch.Generator) -> Batch:
-        return self._sequences("train", starts.numpy(), self.length)
+    def batch(self, indices: Tensor, generator: torch.Generator) -> Batch:
+        return self._sequences("train", indices.numpy(), self.length)
 
     def evaluation(self, split: str, batch: int) -> Iterator[Batch]:
         """Every token after the first, once, in sequences that know nothing of the one before."""
