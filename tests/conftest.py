@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from revdeq._device import devices, synchronize
-from revdeq._solver.monitor import settle
+from revdeq._solver.deferred import settle
 from revdeq.kernels import backends, cpu
 
 DEVICE = devices()[0]

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _device
 from ..kernels.reference import HalfStep
+from .context import Disturbed
 from .function import Function
 from .inputs import State
-from .monitor import Monitor, can_look
+from .monitor import Monitor
 from .replay import Replay
 from .scheme import Scheme
 
@@ -59,7 +61,7 @@ def iterate(it: Iteration, initial: State) -> Outcome:
     """The forward pass. Where divergence can be seen without waiting for the device it is an error."""
     initial = [x.detach() for x in initial]
     outcome = _iterate(it, initial, look=it.tol is not None)
-    if it.tol is None and can_look(initial[0]) and not math.isfinite(_residual(it)):
+    if it.tol is None and _device.can_look(initial[0]) and not math.isfinite(_residual(it)):
         it.steps = 0
         return _iterate(it, initial, look=True)  # once more, to say at which step
     return outcome
@@ -68,7 +70,11 @@ def iterate(it: Iteration, initial: State) -> Outcome:
 def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
     """With `look`, after each step: it waits for the device."""
     z_copy = [x.clone() for x in initial]
-    f_z = it.f.first(z_copy)
+    try:
+        f_z = it.f.first(z_copy)
+    except Disturbed:  # which f may have left in z_copy, too
+        z_copy = [x.clone() for x in initial]
+        f_z = it.f.first(z_copy)
     if it.tol is not None:
         it.f.shards.refuse_tolerance()
     y_copy = [torch.empty_like(c) for c in z_copy]

@@ -5,16 +5,17 @@ transformer blocks the error rho of the reconstruction, relative to the state, b
 rho <= 1e-5 came with a gradient error of at most 6e-7, rho <= 1e-4 with 3e-5, and above 1e-2 there was none.
 """
 
-import collections
 import math
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .deferred import report
 
 CHECKS = ("warn", "raise", None)
 
@@ -34,8 +35,7 @@ class ReconstructionError(RuntimeError):
 class Monitor:
     """What to do about a reconstruction, and what to say.
 
-    On the CPU the verdict is in at the end of the backward pass. On other devices it is read without waiting,
-    at the first solve that begins after the device has come to it.
+    On the CPU the verdict is in at the end of the backward pass. On other devices it is deferred.
     """
 
     check: str
@@ -67,37 +67,7 @@ class Monitor:
             warnings.warn_explicit(text, ReconstructionWarning, *self.site)
 
 
-def report(values: Tensor, decide: Callable[[Tensor], None]) -> None:
-    """Decide on values now, if they are at hand, or at a later solve, when they will have come from the device."""
-    if can_look(values):
-        decide(values)
-    elif not (values.is_cuda and torch.cuda.is_current_stream_capturing()):
-        _pending.append((decide, values.to("cpu", non_blocking=True), _arrival(values.device)))
-
-
-def can_look(x: Tensor) -> bool:
-    """Whether x can be read without waiting for a device."""
-    return x.device.type == "cpu"
-
-
-def _arrival(device: torch.device) -> Callable[[], bool]:
-    """Tells whether the device has come to this point."""
-    if device.type == "cpu":
-        return lambda: True
-    event = getattr(torch, device.type).Event()
-    event.record()
-    return event.query
-
-
-_pending: collections.deque[tuple[Callable[[Tensor], None], Tensor, Callable[[], bool]]] = collections.deque()
 _already_warned: set[tuple[str, int]] = set()
-
-
-def settle() -> None:
-    """Decide on what has arrived from other devices since."""
-    while _pending and _pending[0][2]():
-        decide, values, _ = _pending.popleft()
-        decide(values)
 
 
 def call_site() -> tuple[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import monitor
+from .. import _device
 from .function import Function, module_tensors
 from .inputs import Kept, Search, State, Substitution, Unreachable, alias
 
@@ -149,7 +149,7 @@ class Replay:
 
 def _equal(given: Tensor, seed: Tensor) -> bool:
     """Also after a change that autograd does not count, unless a look would wait for the device."""
-    return not monitor.can_look(seed) or torch.equal(given, seed.to(given.dtype))
+    return not _device.can_look(seed) or torch.equal(given, seed.to(given.dtype))
 
 
 def _needs_alias(x: Tensor) -> bool:

@@ -13,8 +13,8 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import exact
 from ..kernels.reference import HalfStep
+from .deferred import report
 from .inputs import State
-from .monitor import report
 
 
 class Scheme(Protocol):

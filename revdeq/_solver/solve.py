@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from .adjoint import NORM_FLOOR, Iteration, Reversible, iterate
+from .deferred import settle
 from .function import DTYPES, Function
 from .inputs import Kept
-from .monitor import CHECKS, Monitor, call_site, settle
+from .monitor import CHECKS, Monitor, call_site
 from .scheme import Exact, checked_radix, scheme_for
 from .unrolled import is_fake, is_traced, unrolled
 
