@@ -130,7 +130,7 @@ def _solve(
             if isinstance(x, Tensor):
                 _refuse_transformed(f"args{keystr(path)}", x)
     evaluation = Evaluation(f, spec, args, device)
-    scheme = scheme_for(state, rounded if state == "float64" else float(beta), device)
+    scheme = scheme_for(state, rounded if state == "float64" else float(beta), 1.0, device)
     monitor = None
     if check is not None:
         setting = f"beta = {scheme.beta:.6g}, max_steps = {max_steps}"
