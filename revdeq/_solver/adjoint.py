@@ -1,8 +1,9 @@
 """The reversible iteration and its adjoint: one autograd function.
 
-Forward, from y_0 = z_0 and with a = 1 - beta (equation 5 of the paper):
+Forward, from y_0 = z_0 and with a = 1 - beta, b = beta gamma and c = beta (1 - gamma) (equation 5 of the paper, where
+gamma = 1):
 
-    y_{n+1} = a y_n + beta f(z_n)        z_{n+1} = a z_n + beta f(y_{n+1})
+    y_{n+1} = a y_n + b f(z_n) + c z_n        z_{n+1} = a z_n + b f(y_{n+1}) + c y_{n+1}
 
 Backward, the half-steps are undone in the opposite order (equation 6) while the adjoints follow
 (Algorithm 1). Nothing is kept between the passes but the last state, and no more than one graph of f is
@@ -20,11 +21,11 @@ import torch
 from torch import Tensor
 
 from .. import _device
-from ..kernels.reference import HalfStep
+from ..kernels.half_step import HalfStep
 from .context import Disturbed
 from .function import Function
 from .inputs import State
-from .monitor import Monitor
+from .monitor import Monitor, typical_magnitude
 from .replay import Replay
 from .scheme import Scheme
 
@@ -81,21 +82,23 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
     y = it.scheme.start(initial, z_copy)
     z = [x.clone() for x in y]
     relax_y, relax_z = it.scheme.bind(y, y_copy, it.max_steps), it.scheme.bind(z, z_copy, it.max_steps)
+    step = it.scheme.step
     if it.tol is None:
         it.scheme.make_room([*relax_y, *relax_z])
     while True:
         it.steps += 1
         last = it.steps == it.max_steps
-        for half_step, out in zip(relax_y, f_z, strict=True):
-            half_step.relax(out)
+        for half_step, out, z_read in zip(relax_y, f_z, z_copy, strict=True):
+            half_step.relax(out, z_read, step)
         del f_z
         f_y = it.f.value(y_copy)
+        rows = zip(relax_z, f_y, y_copy, strict=True)
         if look or last:
-            partial = [h.relax_norms(out).sum((1, 2)) for h, out in zip(relax_z, f_y, strict=True)]
+            partial = [h.relax_norms(out, y_read, step).sum((1, 2)) for h, out, y_read in rows]
             it.norms = functools.reduce(torch.add, partial)
         else:
-            for half_step, out in zip(relax_z, f_y, strict=True):
-                half_step.relax(out)
+            for half_step, out, y_read in rows:
+                half_step.relax(out, y_read, step)
         del f_y
         if look:
             it.scheme.check([*relax_y, *relax_z], it.steps)
@@ -139,7 +142,7 @@ class Reversible(torch.autograd.Function):
                 "the gradients that this backward pass starts from are batched (is_grads_batched=True, or vmap around "
                 "autograd.grad), and a solve has no batched derivative: call it once for each of them"
             )
-        it, size, (a, beta) = ctx.it, ctx.size, (ctx.it.scheme.a, ctx.it.scheme.beta)
+        it, size, step = ctx.it, ctx.size, ctx.it.scheme.step
         saved = list(ctx.saved_tensors)  # all of them, for autograd's check that none was changed in place
         saved = [layout.restored(x) for layout, x in zip(ctx.layouts, saved, strict=False)]
         last, initial = saved[: 2 * size], [x.detach() for x in saved[2 * size * (1 + ctx.spills) :][:size]]
@@ -153,45 +156,47 @@ class Reversible(torch.autograd.Function):
         invert_y = it.scheme.bind(y, copy, it.steps, spilled[:size])
         invert_z = it.scheme.bind(z, copy, it.steps, spilled[size:])
 
-        # An adjoint is kept multiplied by beta, to be the seed of the next product, and its decay by a waits
+        # An adjoint is kept multiplied by b, to be the seed of the next product, and its decay by a waits
         # for the pass that adds to it: the first such pass must find the gradient of y divided by a.
-        y_adjoint = [_scaled(g, beta / a, c) for g, c in zip(grads[:size], copy, strict=True)]
-        z_adjoint = [_scaled(g, beta, c) for g, c in zip(grads[size:], copy, strict=True)]
+        y_adjoint = [_scaled(g, step.b / step.a, c) for g, c in zip(grads[:size], copy, strict=True)]
+        z_adjoint = [_scaled(g, step.b, c) for g, c in zip(grads[size:], copy, strict=True)]
         initial_needs_grad = any(ctx.needs_input_grad[2 : 2 + size])
         inputs = it.f.inputs.tensors
         totals = Totals(inputs)
         maxima: State = []
         replay = Replay(it.f)
         with replay.running():
-            for step in reversed(range(it.steps)):
-                # copy is y_{n+1}; undo z_{n+1} = a z_n + beta f(y_{n+1})
+            for n in reversed(range(it.steps)):
+                # copy is y_{n+1}; undo z_{n+1} = a z_n + b f(y_{n+1}) + c y_{n+1}
                 out, vjp, by_inputs = replay.vjp(copy, z_adjoint)
                 out = _apart(out, copy)
                 totals.add(by_inputs)
                 vjp = _dense(vjp, copy)
-                if step > 0:
-                    _undo(invert_z, out, y_adjoint, vjp)
+                if n > 0:
+                    _undo(invert_z, out, y_adjoint, vjp, z_adjoint, step)
                 else:  # the initial state is known: use it, not its reconstruction
-                    maxima += _undo_and_compare(invert_z, out, initial, y_adjoint, vjp)
+                    floors = [typical_magnitude(c) for c in copy]
+                    maxima += _undo_and_compare(invert_z, out, initial, floors, y_adjoint, vjp, z_adjoint, step)
                     for c, x in zip(copy, initial, strict=True):
                         c.copy_(x)
-                # copy is z_n; undo y_{n+1} = a y_n + beta f(z_n)
-                by_state = step > 0 or initial_needs_grad
+                # copy is z_n; undo y_{n+1} = a y_n + b f(z_n) + c z_n
+                by_state = n > 0 or initial_needs_grad
                 out, vjp, by_inputs = replay.vjp(copy, y_adjoint, by_state)
                 out = _apart(out, copy)
                 totals.add(by_inputs)
                 vjp = _dense(vjp, copy) if by_state else []
-                if step > 0:
-                    _undo(invert_y, out, z_adjoint, vjp)
+                if n > 0:
+                    _undo(invert_y, out, z_adjoint, vjp, y_adjoint, step)
                 else:
-                    maxima += _undo_and_compare(invert_y, out, initial, z_adjoint, vjp)
+                    maxima += _undo_and_compare(invert_y, out, initial, floors, z_adjoint, vjp, y_adjoint, step)
         if it.monitor is not None:
             it.monitor.judge(maxima)
 
         initial_grads: list[Tensor | None] = [None] * size
         if initial_needs_grad:  # z_0 starts both y and z
             initial_grads = [
-                ((zb + a * yb) / beta).to(x.dtype) for yb, zb, x in zip(y_adjoint, z_adjoint, initial, strict=True)
+                ((zb + step.a * yb) / step.b).to(x.dtype)
+                for yb, zb, x in zip(y_adjoint, z_adjoint, initial, strict=True)
             ]
         input_grads = it.f.shards.deliver(inputs, totals.rounded())
         if not keep:
@@ -241,19 +246,19 @@ def _apart(out: State, copy: State) -> State:
     return [o.clone() if o.untyped_storage().data_ptr() in memory else o for o in out]
 
 
-def _undo(half_steps: list[HalfStep], out: State, adjoint: State, vjp: State) -> None:
-    for half_step, *tensors in zip(half_steps, out, adjoint, vjp, strict=True):
-        half_step.invert_adjoint(*tensors)
+def _undo(half_steps: list[HalfStep], out: State, adjoint: State, vjp: State, other: State, step: Any) -> None:
+    for half_step, *tensors in zip(half_steps, out, adjoint, vjp, other, strict=True):
+        half_step.invert_adjoint(*tensors, step, step)
 
 
 def _undo_and_compare(
-    half_steps: list[HalfStep], out: State, initial: State, adjoint: State, vjp: State
-) -> list[Tensor]:
+    half_steps: list[HalfStep], out: State, initial: State, floors: State, adjoint: State, vjp: State, other: State,
+    step: Any,
+) -> list[Tensor]:  # fmt: skip
     """The last time: without a product, no adjoint is asked for."""
-    if not vjp:
-        return [h.invert_compare(o, x, None, None) for h, o, x in zip(half_steps, out, initial, strict=True)]
-    rows = zip(half_steps, out, initial, adjoint, vjp, strict=True)
-    return [half_step.invert_compare(*tensors) for half_step, *tensors in rows]
+    adjoints: Any = zip(adjoint, vjp, other, strict=True) if vjp else itertools.repeat((None, None, None), len(out))
+    rows = zip(half_steps, out, initial, floors, adjoints, strict=True)
+    return [h.invert_compare(o, x, floor, *tensors, step, step) for h, o, x, floor, tensors in rows]
 
 
 class Totals:

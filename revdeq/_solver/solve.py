@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
+from ..kernels.half_step import Coefficients
 from .adjoint import NORM_FLOOR, Iteration, Reversible, iterate
 from .deferred import settle
 from .function import DTYPES, Function
@@ -120,14 +121,14 @@ def _solve_traceably(
         raise ValueError(
             f"tol = {tol!r}: a model that is traced or exported takes a fixed number of steps; use tol=None"
         )
-    rounded = _beta_of(state, beta)
-    y, z, before = unrolled(checked_f(f), z0, args, rounded, checked_max_steps(max_steps))
+    step = _step_of(state, beta)
+    y, z, before = unrolled(checked_f(f), z0, args, step, checked_max_steps(max_steps))
     changes = [
         (a.double() - b.double()).square().sum() for a, b in zip(tree_leaves(z), tree_leaves(before), strict=True)
     ]
     values = [a.double().square().sum() for a in tree_leaves(z)]
     residual = torch.stack(changes).sum().sqrt() / (torch.stack(values).sum().sqrt() + NORM_FLOOR)
-    return Solution(z=z, y=y, steps=max_steps, residual=residual.detach(), beta=rounded)
+    return Solution(z=z, y=y, steps=max_steps, residual=residual.detach(), beta=step.beta)
 
 
 def _solve(
@@ -158,7 +159,7 @@ def _solve(
     settle()
     initial, spec = checked_state(z0)
     device = initial[0].device
-    scheme = scheme_for(state, rounded if state == "float64" else float(beta), device)
+    scheme = scheme_for(state, rounded if state == "float64" else float(beta), 1.0, device)
     monitor = None
     if check is not None:
         setting = f"beta = {scheme.beta:.6g}, max_steps = {max_steps}"
@@ -186,12 +187,13 @@ def _solve(
     )
 
 
-def _beta_of(state: str | Exact, beta: float) -> float:
-    rounded, radix = checked_beta(beta), checked_radix(state, float(beta))
-    return rounded if radix is None else radix.beta
+def _step_of(state: str | Exact, beta: float) -> Coefficients:
+    """With a state of float64 numbers, also where integers are asked for: their iteration, up to their resolution."""
+    radix = checked_radix(state, float(beta))
+    return Coefficients.rounded(checked_beta(beta) if radix is None else radix.beta)
 
 
-_beta_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.export would trace into its fractions
+_step_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.export would trace into its fractions
 
 # In a compiled model the solve is one graph break. (torch.compiler.disable would import the compiler at once.)
 _solve_untraced = _disable_dynamo(_solve)

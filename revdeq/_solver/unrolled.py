@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..kernels.half_step import Coefficients
 from ..kernels.reference import relaxed
 
 State = list[Tensor]
@@ -20,7 +21,7 @@ def unrolled(
     f: Callable[..., Any],
     z0: Any,
     args: tuple[Any, ...],
-    beta: float,
+    step: Coefficients,
     max_steps: int,
     around: Callable[..., State] = lambda half_step, *states: half_step(*states),
 ) -> tuple[Any, Any, Any]:
@@ -28,19 +29,21 @@ def unrolled(
     states, to run it."""
     initial, spec = tree_flatten(z0)
 
-    def read(state: State) -> Any:
-        return tree_unflatten([s.to(x.dtype) for s, x in zip(state, initial, strict=True)], spec)
+    def read(state: State) -> State:
+        return [s.to(x.dtype) for s, x in zip(state, initial, strict=True)]
 
     def half_step(state: State, other: State) -> State:
-        out = spec.flatten_up_to(f(read(other), *args))
-        return [relaxed(s, o, beta) for s, o in zip(state, out, strict=True)]
+        given = read(other)
+        out = spec.flatten_up_to(f(tree_unflatten(given, spec), *args))
+        return [relaxed(s, o, g, step) for s, o, g in zip(state, out, given, strict=True)]
 
     y = z = before = [x.double() for x in initial]
     for _ in range(max_steps):
         before = z
         y = around(half_step, y, z)
         z = around(half_step, z, y)
-    return read(y), read(z), read(before)
+    last = (tree_unflatten(read(state), spec) for state in (y, z, before))
+    return tuple(last)  # type: ignore[return-value]
 
 
 def is_traced() -> bool:
