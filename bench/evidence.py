@@ -15,6 +15,7 @@ goes on where it was when this is called again.
 
 import argparse
 import csv
+import dataclasses
 import os
 import platform
 import shlex
@@ -30,10 +31,8 @@ from pathlib import Path
 import torch
 
 from revdeq.models import ResNet, Transformer, count_parameters
-from revdeq.training import checkpoint
 from revdeq.training import run as train
-from revdeq.training.generate import restored_vocabulary
-from revdeq.training.presets import PRESETS, Preset
+from revdeq.training.presets import PRESETS
 
 HERE = Path(__file__).parent
 PRESET = {"language": "wikitext2-tiny", "image": "cifar10-tiny", "states": "cifar10-tiny"}
@@ -60,7 +59,7 @@ def language_variants():
     with torch.device("meta"):
         parameters = count_parameters(PRESETS["wikitext2-tiny"].build(vocabulary=vocabulary))
     for evaluations in EVALUATIONS:
-        yield f"reversible, {evaluations} evaluations", {"steps": evaluations // 2}
+        yield f"reversible, {evaluations} evaluations", {"max_steps": evaluations // 2}
     for evaluations in (12, 30):
         yield f"classical, {evaluations} evaluations", {"solver": "torchdeq", "evaluations": evaluations}
     with torch.device("meta"):
@@ -74,7 +73,7 @@ def image_variants():
         parameters = count_parameters(PRESETS["cifar10-tiny"].build())
         resnet = ResNet.sized(parameters, settings["channels"], depth=1)
     yield "reversible, 3 evaluations per scale", {}
-    yield "reversible, 5 evaluations per scale", {"steps": (1, 4, 4, 1)}
+    yield "reversible, 5 evaluations per scale", {"max_steps": (1, 4, 4, 1)}
     yield "classical, 15 evaluations per scale", {"solver": "torchdeq", "evaluations": 15}
     channels = [resnet.encode.out_channels, *(block.conv2.out_channels for block in resnet.blocks[1:])]
     yield "ResNet, one block per scale", {"model": "resnet", "channels": tuple(channels), "depth": 1}
@@ -114,12 +113,8 @@ def run(words, threads, until):
 
 
 def measured(study, label, seed, updates, words, threads, folder, out):
-    last = checkpoint.load(out / "last.pt")
-    preset = Preset.from_dict(last["preset"])
-    data = train.load_data(preset, folder, restored_vocabulary(last))
-    model = train.build(preset, data)
-    checkpoint.load_weights(model, out / "last.pt", last)
-    test = train.measure(model, data, "test", preset.training)
+    preset, data, model, _, last = train.restored(out / "last.pt", folder)
+    test = train.evaluate(model, data, "test", dataclasses.replace(preset.training, evaluation_batches=None))
     final = last["rows"][-1]
     row = {
         "study": study,
@@ -127,7 +122,7 @@ def measured(study, label, seed, updates, words, threads, folder, out):
         "seed": seed,
         "updates": updates,
         "parameters": count_parameters(model),
-        "metric": data.metric,
+        "metric": data.metric.name,
         "validation": final["metric"],
         "test": test.metric,
         "best_validation": last["best"],
@@ -190,6 +185,7 @@ def report(results):
         loss, final = figure.subplots(1, 2)
         for label in dict.fromkeys(row["label"] for row in ours):
             curve = [row for row in curves if (row["study"], row["label"], row["seed"]) == (study, label, "0")]
+            curve.sort(key=lambda row: int(row["update"]))  # evaluations are recorded after the rest
             loss.plot([int(row["update"]) for row in curve], [float(row["loss"]) for row in curve], label=label, lw=1)
         loss.set(xlabel="updates", ylabel="training loss, seed 0")
         loss.legend(fontsize=7)

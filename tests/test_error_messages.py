@@ -24,7 +24,7 @@ from revdeq import kernels
 from revdeq.examples import ddp
 from revdeq.kernels import backends, cpu, exact, operators
 from revdeq.models import LanguageModel, MultiScale, SingleScale, Transformer
-from revdeq.training import checkpoint, record
+from revdeq.training import checkpoint, data, record
 from revdeq.training.checkpoint import CheckpointError
 from revdeq.training.data import DataError, cifar10, download, encoding, wikitext
 from revdeq.training.presets import SettingError, configured, parsed
@@ -62,7 +62,7 @@ NO_WAY_BACK = (
 
 
 TRANSFORMED = (
-    "inside a transform of torch.func (grad, vmap, ...), which solve cannot be: call it outside, with a batch "
+    "solve is inside a transform of torch.func (grad, vmap, ...), which it cannot be: call it outside, with a batch "
     "dimension in place of vmap and with autograd in place of grad"
 )
 
@@ -387,7 +387,7 @@ MODELS = [
     ("tol with the stored graph", making(SingleScale, solver="stored", tol=1e-3), ValueError,
      "tol = 0.001: solver = 'stored' takes all of its steps; use tol=None"),
     ("the exact state of others", making(SingleScale, solver="torchdeq", state="exact"), ValueError,
-     "state = 'exact' belongs to solver = 'reversible'; with 'torchdeq' use state='float64'"),
+     "state = 'exact' belongs to solver = 'reversible'; with 'torchdeq' leave it out"),
     ("too few for Anderson", making(SingleScale, solver="torchdeq", evaluations=2), ValueError,
      "evaluations = 2 must be at least 3: the first two start Anderson acceleration"),
     ("torchdeq is missing", without_torchdeq, ImportError,
@@ -454,6 +454,8 @@ SETTINGS = [
     ("lr is text", setting("lr=fast"), SettingError, "lr='fast': it must be float"),
     ("lr is negative", setting("lr=-1"), SettingError, "lr=-1: it must be larger than 0"),
     ("seed is negative", setting("seed=-1"), SettingError, "seed=-1: it must be 0 or larger"),
+    ("a range backwards", setting("steps=(20,5)"), SettingError,
+     "max_steps=(20, 5): a range is two integers of at least 1, the smaller one first"),
     ("seed is huge", setting("seed=99999999999999999999"), SettingError,
      "seed=99999999999999999999: it must be below 2**63"),
     ("an unknown device", lambda: Processes("tpu0"), SettingError,
@@ -479,7 +481,7 @@ class Files:
         return self.folder / name
 
 
-def images(name, content):
+def images(name, content, **settings):
     """CIFAR-10 with one batch replaced."""
 
     def run(files):
@@ -488,7 +490,7 @@ def images(name, content):
         (files.folder / f"{name.removesuffix('.bin')}.bin").unlink()
         if content is not None:
             files.put(name, content)
-        cifar10.Cifar10(files.folder)
+        cifar10.Cifar10(files.folder, **settings)
 
     return run
 
@@ -521,8 +523,8 @@ def unreachable(files, sent=None):
         body.__enter__.return_value = body
         body.read.side_effect = [sent, b""]
         answer = mock.patch("urllib.request.urlopen", return_value=body)
-    with mock.patch.dict(download.SOURCES, {"gpt2": (source,)}), answer:
-        download.fetch("gpt2", files.folder)
+    with answer:
+        download.fetch([source], files.folder)
 
 
 def saving(files):
@@ -609,6 +611,10 @@ FILES = [
      "FOLDER/last.pt is not a checkpoint of `python -m revdeq train` (format …)"),
     ("another model's checkpoint", other_weights, CheckpointError,
      "FOLDER/last.pt has the weights of another model: …size mismatch for weight…"),
+    ("no folder", lambda files: data.load("cifar10", None, {}), DataError,
+     "cifar10 is read from files: say with --data DIR in which folder they are"),
+    ("no image to train on", lambda files: images("data_batch_3.bin", bytes(cifar10.RECORD), held_out=1)(files),
+     DataError, "held_out=1: it must be none, or an integer from 2 to 5"),
     ("a file where the run should be", lambda files: record.make_folder(files.put("run", b"")), CheckpointError,
      "--out FOLDER/run cannot be used as a folder: File exists"),
 ]  # fmt: skip

@@ -60,7 +60,7 @@ def _next_to_arrive() -> _Decision | None:
 
 @atexit.register
 def _settle_all() -> None:
-    """What the last solves of a process left undecided: a warning as ever, and an error as if it had not been caught."""
+    """What the last solves of a process left undecided: a warning as ever, and an error as if none had caught it."""
     failed = False
     while _pending:
         decision = _pending.pop(0)
@@ -89,7 +89,7 @@ _status: _Failed | None = None
 
 
 def _start_anew() -> None:
-    """In a process that was forked: what was on its way arrives with its parent, and the lock may be another thread's."""
+    """In a process that was forked: what was on its way arrives with its parent; the lock may be another thread's."""
     global _lock
     _lock = threading.Lock()
     _pending.clear()

@@ -76,7 +76,8 @@ LAST_SOLVE = """
     _device.can_look = lambda x: False
     torch.manual_seed(0)
     f = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
-    revdeq.solve(f, torch.randn(5, 8), beta={beta}, max_steps=20, check={check!r}).z.sum().backward()
+    settings = {{"beta": {beta}, "max_steps": 20, "state": "float64", "check": {check!r}}}
+    revdeq.solve(f, torch.randn(5, 8), **settings).z.sum().backward()
 """
 
 

@@ -54,7 +54,7 @@ def test_the_whole_gpu_path_gives_the_bits_of_the_cpu_and_waits_once_per_step_wi
         deferred.settle()
     assert all(map(torch.equal, results, expected))
     assert len(waits) == (0 if tol is None else steps), waits
-    assert {"_relax_kernel", "_invert_kernel", "_compare_kernel"} == set(driver.launches)
+    assert len(driver.launches) == 4, driver.launches  # relax, relax_norms, invert_adjoint, invert_compare
     assert not deferred._pending
 
 
@@ -97,7 +97,8 @@ def test_f_may_close_over_a_tensor_that_was_computed(state, hooked):
 
 
 def lose_the_way(check="raise"):
-    revdeq.solve(block(), torch.ones(5, 6, device=DEVICE), beta=0.9, max_steps=20, check=check).z.sum().backward()
+    settings = {"beta": 0.9, "max_steps": 20, "state": "float64", "check": check}
+    revdeq.solve(block(), torch.ones(5, 6, device=DEVICE), **settings).z.sum().backward()
 
 
 def harmless():
@@ -168,7 +169,7 @@ def test_nothing_is_asked_and_nothing_decided_while_a_graph_is_recorded(current)
     x = torch.ones(5, 6, device=DEVICE)
     with driver.recording(DEVICE), driver.device(current):  # raises if it was spoiled
         f = block()
-        revdeq.solve(f, x, beta=0.9, max_steps=20, check="raise").z.sum().backward()
+        revdeq.solve(f, x, beta=0.9, max_steps=20, state="float64", check="raise").z.sum().backward()
         revdeq.solve(f, x, state="exact").z.sum().backward()
     assert deferred._pending == pending
     harmless()

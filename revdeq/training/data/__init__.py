@@ -1,15 +1,52 @@
-"""The data sets of the paper's experiments, read from their official files."""
+"""The data sets by name: those of the paper's experiments, read from their official files."""
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from . import download
+from . import cifar10, download, wikitext
 from .cifar10 import Cifar10
+from .dataset import DataSet
+from .download import Source
 from .files import DataError
-from .wikitext import Vocabulary, WikiText
+from .wikitext import WikiText
 
-__all__ = ["Cifar10", "DataError", "Vocabulary", "WikiText", "download", "load"]
+__all__ = ["DATASETS", "Cifar10", "DataError", "DataSet", "WikiText", "download", "load", "settings"]
 
 
-def load(name: str, folder: Path, length: int = 0, vocabulary: str | int | Vocabulary = "full") -> Cifar10 | WikiText:
-    """The data set called cifar10, wikitext-2 or wikitext-103 in `folder`; length and vocabulary are for text."""
-    return Cifar10(folder) if name == "cifar10" else WikiText(name, folder, length, vocabulary)
+class Entry(NamedTuple):
+    """make: the data set from its settings; sources: the files that it is read from."""
+
+    make: Callable[..., DataSet]
+    sources: tuple[Source, ...] = ()
+
+
+DATASETS = {
+    "cifar10": Entry(Cifar10, cifar10.SOURCES),
+    "wikitext-2": Entry(functools.partial(WikiText, "wikitext-2"), wikitext.SOURCES["wikitext-2"]),
+    "wikitext-103": Entry(functools.partial(WikiText, "wikitext-103"), wikitext.SOURCES["wikitext-103"]),
+}
+"""By the name that a preset gives."""
+
+
+def settings(name: str) -> set[str]:
+    """What can be set of a data set."""
+    return {*inspect.signature(DATASETS[name].make).parameters} - {"folder", "saved"}
+
+
+def load(name: str, folder: Path | None, chosen: Mapping[str, Any], saved: Mapping[str, Any] | None = None) -> DataSet:
+    """The data set called `name`, with those of the chosen settings that are its own.
+
+    folder: where its files are. saved: what a checkpoint holds of it.
+    """
+    make, sources = DATASETS[name]
+    own: dict[str, Any] = {key: value for key, value in chosen.items() if key in settings(name)}
+    if sources:
+        if folder is None:
+            raise DataError(f"{name} is read from files: say with --data DIR in which folder they are")
+        own["folder"] = folder
+    if saved is not None:
+        own["saved"] = saved
+    return make(**own)
