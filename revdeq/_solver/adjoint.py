@@ -62,9 +62,11 @@ def iterate(it: Iteration, initial: State) -> Outcome:
     """The forward pass. Where divergence can be seen without waiting for the device it is an error."""
     initial = [x.detach() for x in initial]
     outcome = _iterate(it, initial, look=it.options.tol is not None)
-    if it.options.tol is None and _device.can_look(initial[0]) and not math.isfinite(_residual(it)):
-        it.steps = 0
-        return _iterate(it, initial, look=True)  # once more, to say at which step
+    if it.options.tol is None and _device.can_look(initial[0]):
+        assert it.norms is not None
+        if not math.isfinite(relative_change(*it.norms.tolist())):
+            it.steps = 0
+            return _iterate(it, initial, look=True)  # once more, to say at which step
     return outcome
 
 
@@ -106,15 +108,15 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
             for half_step, out, y_read in rows:
                 half_step.relax(out, y_read, step)
         del f_y
-        if look:
-            it.scheme.check([*relax_y, *relax_z], it.steps)
-        if (look and _has_arrived(it, initial)) or last:
+        if look and _has_arrived(it, it.scheme.look(it.norms, [*relax_y, *relax_z], it.steps), initial):
+            break
+        if last:
             break
         f_z = it.f.value(z_copy, keep=2 * it.steps >= kept_from)
     if any(c.is_inference() or c._version > 0 for c in y_copy):  # f changed its input in place, or may have
         y_copy = it.scheme.read(y, y_copy)
     if not look:
-        it.scheme.check([*relax_y, *relax_z], None)
+        it.scheme.check([*relax_y, *relax_z])
     return Outcome(y, z, y_copy, z_copy, [h.spilled for h in (*relax_y, *relax_z)])
 
 
@@ -301,8 +303,8 @@ class Totals:
         return [t if t is None else t.to(dtype) for t, dtype in zip(self._totals, self._dtypes, strict=True)]
 
 
-def _has_arrived(it: Iteration, initial: State) -> bool:
-    residual = _residual(it)
+def _has_arrived(it: Iteration, norms: Sequence[float], initial: State) -> bool:
+    residual = relative_change(*norms)
     if not math.isfinite(residual):
         if not all(x.isfinite().all() for x in initial):
             raise FloatingPointError("z0 is not finite: start from finite numbers")
@@ -312,11 +314,6 @@ def _has_arrived(it: Iteration, initial: State) -> bool:
             "that contracts"
         )
     return it.options.tol is not None and residual <= it.options.tol
-
-
-def _residual(it: Iteration) -> float:
-    assert it.norms is not None
-    return relative_change(*it.norms.tolist())
 
 
 def relative_change(change: float, value: float) -> float:
