@@ -1,4 +1,4 @@
-"""The data sets by name: those of the paper's experiments, read from their official files."""
+"""The data sets by name: those of the paper's experiments, read from their official files, and puzzles."""
 
 import functools
 import inspect
@@ -11,9 +11,21 @@ from .cifar10 import Cifar10
 from .dataset import DataSet
 from .download import Source
 from .files import DataError
+from .puzzles import Mazes, PrefixSums
 from .wikitext import WikiText
 
-__all__ = ["DATASETS", "Cifar10", "DataError", "DataSet", "WikiText", "download", "load", "settings"]
+__all__ = [
+    "DATASETS",
+    "Cifar10",
+    "DataError",
+    "DataSet",
+    "Mazes",
+    "PrefixSums",
+    "WikiText",
+    "download",
+    "load",
+    "settings",
+]
 
 
 class Entry(NamedTuple):
@@ -27,6 +39,8 @@ DATASETS = {
     "cifar10": Entry(Cifar10, cifar10.SOURCES),
     "wikitext-2": Entry(functools.partial(WikiText, "wikitext-2"), wikitext.SOURCES["wikitext-2"]),
     "wikitext-103": Entry(functools.partial(WikiText, "wikitext-103"), wikitext.SOURCES["wikitext-103"]),
+    "prefix-sums": Entry(PrefixSums),
+    "mazes": Entry(Mazes),
 }
 """By the name that a preset gives."""
 
