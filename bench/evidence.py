@@ -185,6 +185,7 @@ def report(results):
         loss, final = figure.subplots(1, 2)
         for label in dict.fromkeys(row["label"] for row in ours):
             curve = [row for row in curves if (row["study"], row["label"], row["seed"]) == (study, label, "0")]
+            curve.sort(key=lambda row: int(row["update"]))  # evaluations are recorded after the rest
             loss.plot([int(row["update"]) for row in curve], [float(row["loss"]) for row in curve], label=label, lw=1)
         loss.set(xlabel="updates", ylabel="training loss, seed 0")
         loss.legend(fontsize=7)

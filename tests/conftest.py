@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from revdeq._device import devices, synchronize
-from revdeq._solver.monitor import settle
-from revdeq.kernels import backends, cpu
+from revdeq._solver.deferred import settle
+from revdeq.kernels import backends, cpu, cpu_exact
 
 DEVICE = devices()[0]
 """What the tests run on: a GPU, if there is one."""
@@ -102,7 +102,7 @@ def _chosen(backend, in_c, on_gpu, interpreted_module):
     if backend == "cpu":
         if cpu.library is None:
             pytest.skip("the C kernel was not built: no C compiler")
-        return in_c, torch.device("cpu")
+        return in_c.HalfStep, torch.device("cpu")
     if backends.gpu is None:
         pytest.skip("Triton is not installed")
     if DEVICE.type != "cpu":
@@ -112,13 +112,13 @@ def _chosen(backend, in_c, on_gpu, interpreted_module):
 
 @pytest.fixture(params=["cpu", "triton"])
 def half_step(request):
-    return _chosen(request.param, cpu.HalfStep, backends.gpu, interpreted_gpu_module)
+    return _chosen(request.param, cpu, backends.gpu, interpreted_gpu_module)
 
 
 @pytest.fixture(params=["cpu", "triton"])
 def exact_half_step(request):
     """The same for the integer state."""
-    return _chosen(request.param, cpu.ExactHalfStep, backends.gpu_exact, interpreted_gpu_exact_module)
+    return _chosen(request.param, cpu_exact, backends.gpu_exact, interpreted_gpu_exact_module)
 
 
 @pytest.fixture(params=["cpu", "triton"])
@@ -130,6 +130,6 @@ def backend(request, monkeypatch):
         if backends.gpu is None:
             pytest.skip("Triton is not installed")
         modules = interpreted_gpu_module(), interpreted_gpu_exact_module()
-        monkeypatch.setattr(backends, "gpu", modules[0])
-        monkeypatch.setattr(backends, "gpu_exact", modules[1])
+        monkeypatch.setitem(backends.TRITON.states, "float64", modules[0])
+        monkeypatch.setitem(backends.TRITON.states, "exact", modules[1])
     return request.param

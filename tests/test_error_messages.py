@@ -62,7 +62,7 @@ NO_WAY_BACK = (
 
 
 TRANSFORMED = (
-    "inside a transform of torch.func (grad, vmap, ...), which solve cannot be: call it outside, with a batch "
+    "solve is inside a transform of torch.func (grad, vmap, ...), which it cannot be: call it outside, with a batch "
     "dimension in place of vmap and with autograd in place of grad"
 )
 

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_map
 
 from .scheme import Exact, checked_radix
 from .solve import checked_beta, checked_check, checked_f, checked_max_steps, checked_tol, solve
+from .unrolled import is_traced
 
 
 class Last(NamedTuple):
@@ -55,7 +56,8 @@ class RevDEQ(nn.Module):
             "check": self.check,
         }
         solution = solve(self.f, z0, x, *args, **settings)
-        self.last = Last(solution.steps, solution.nfe, solution.residual)
+        if not is_traced():  # there, it would be a tensor of the tracer's
+            self.last = Last(solution.steps, solution.nfe, solution.residual)
         return solution.z
 
     def extra_repr(self) -> str:

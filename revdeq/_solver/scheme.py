@@ -1,64 +1,73 @@
 """How the solver keeps its states: in float64, the paper's scheme, or as integers, without any loss."""
 
+import abc
 import functools
 import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels import exact
-from ..kernels.reference import HalfStep
-from .function import State
-from .monitor import report
+from ..kernels import reference_exact as exact
+from ..kernels.half_step import Coefficients, HalfStep
+from ..kernels.radix import LARGEST_DENOMINATOR, Radix
+from .deferred import report
+from .inputs import State
 
 
-class Scheme(Protocol):
-    """beta, a = 1 - beta, what to do when the way back is lost, and what makes states and half-steps of tensors
-    that f reads."""
+class Scheme(abc.ABC):
+    """How the solver stores y and z, and which kernels step them, with which coefficients.
+
+    remedy: what to do when the way back is lost. step: the coefficients of every step, after rounding.
+    """
 
     remedy: ClassVar[str]
 
-    @property
-    def beta(self) -> float: ...
+    step: Any
 
     @property
-    def a(self) -> float: ...
+    def beta(self) -> float:
+        return self.step.beta
 
+    @property
+    def gamma(self) -> float:
+        return self.step.gamma
+
+    @abc.abstractmethod
     def start(self, initial: Sequence[Tensor], like: State) -> State:
         """The initial state, laid out like `like`."""
 
+    @abc.abstractmethod
     def read(self, state: State, like: State) -> State:
         """The state in the dtypes that f reads."""
 
+    @abc.abstractmethod
     def bind(self, state: State, copy: State, half_steps: int, spilled: list[State] | None = None) -> list[Any]:
         """Half-steps; with `spilled`, to undo as many as are given."""
 
+    @abc.abstractmethod
     def make_room(self, half_steps: list[Any]) -> None:
         """Allocate what will be put aside in all of the steps that were announced."""
 
+    @abc.abstractmethod
     def check(self, half_steps: list[Any], step: int | None) -> None:
         """Raise if a state did not fit, in this step, or, where a look would wait for the device, in any."""
 
 
 @dataclass(frozen=True)
-class Float64:
+class Float64(Scheme):
     """The paper's mixed precision."""
 
     remedy: ClassVar[str] = (
         "Either the float64 state was rounded beyond recovery: "
         'use state="exact", fewer steps or a beta further from 1. Or '
     )
-    beta: float
+    step: Coefficients
     half_step: type[HalfStep]
-
-    @property
-    def a(self) -> float:
-        return 1 - self.beta
 
     def start(self, initial: Sequence[Tensor], like: State) -> State:
         return [torch.empty_like(c, dtype=torch.float64).copy_(x) for x, c in zip(initial, like, strict=True)]
@@ -67,7 +76,7 @@ class Float64:
         return [torch.empty_like(x, dtype=c.dtype).copy_(x) for x, c in zip(state, like, strict=True)]
 
     def bind(self, state: State, copy: State, half_steps: int, spilled: list[State] | None = None) -> list[HalfStep]:
-        return [self.half_step(x, c, self.beta) for x, c in zip(state, copy, strict=True)]
+        return [self.half_step(x, c) for x, c in zip(state, copy, strict=True)]
 
     def make_room(self, half_steps: list[HalfStep]) -> None:
         """Nothing is put aside."""
@@ -92,25 +101,17 @@ class Exact:
 
 
 @dataclass(frozen=True)
-class Integers:
+class Integers(Scheme):
     """The scheme that `Exact` asks for, with 1 - beta a fraction."""
 
     remedy: ClassVar[str] = "The exact state loses nothing: "
-    radix: exact.Radix
+    step: Radix
     half_step: type[exact.HalfStep]
-
-    @property
-    def beta(self) -> float:
-        return self.radix.beta
-
-    @property
-    def a(self) -> float:
-        return self.radix.a
 
     def start(self, initial: Sequence[Tensor], like: State) -> State:
         state = []
         for x, c in zip(initial, like, strict=True):
-            number, bad = exact.integer(x, self.radix)
+            number, bad = exact.integer(x, self.step)
             if x.numel():
                 report(torch.where(bad, exact.magnitude_bits(x), 0).max(), self._judge_start)
             state.append(torch.empty_like(c, dtype=torch.int64).copy_(number << 32))
@@ -119,13 +120,13 @@ class Integers:
     def read(self, state: State, like: State) -> State:
         copies = [torch.empty_like(x, dtype=c.dtype) for x, c in zip(state, like, strict=True)]
         for x, c in zip(state, copies, strict=True):
-            exact.decode(x >> 32, c, self.radix)
+            exact.decode(x >> 32, c, self.step)
         return copies
 
     def bind(self, state: State, copy: State, half_steps: int, spilled: list[State] | None = None) -> list[Any]:
         backs = spilled if spilled is not None else [None] * len(state)
         rows = zip(state, copy, backs, strict=True)
-        return [self.half_step(x, c, self.radix, half_steps, back) for x, c, back in rows]
+        return [self.half_step(x, c, [self.step] * half_steps, back) for x, c, back in rows]
 
     def make_room(self, half_steps: list[exact.HalfStep]) -> None:
         for half_step in half_steps:
@@ -150,7 +151,7 @@ class Integers:
         (size,) = struct.unpack("<f", struct.pack("<i", bits))
         if not math.isfinite(size):
             return FloatingPointError(f"{what}: {name} is not finite in float32; {if_not_finite}")
-        fraction_bits, limit = self.radix.fraction_bits, 2.0 ** (31 - self.radix.fraction_bits)
+        fraction_bits, limit = self.step.fraction_bits, 2.0 ** (31 - self.step.fraction_bits)
         needed = 30 - max(0, math.frexp(max(size, limit))[1])
         remedy = f"use state=revdeq.Exact(fraction_bits={needed}), or " if needed >= 1 else ""
         return OverflowError(
@@ -159,14 +160,14 @@ class Integers:
         )
 
 
-def scheme_for(state: Any, beta: float, device: torch.device) -> Scheme:
-    radix = checked_radix(state, beta)
+def scheme_for(state: Any, beta: float, gamma: float, device: torch.device) -> Scheme:
+    radix = checked_radix(state, beta, gamma)
     if radix is None:
-        return Float64(beta, kernels.half_step(device))
-    return Integers(radix, kernels.exact_half_step(device))
+        return Float64(Coefficients.rounded(beta, gamma), kernels.half_step_for(device, "float64"))
+    return Integers(radix, kernels.half_step_for(device, "exact"))
 
 
-def checked_radix(state: Any, beta: float) -> exact.Radix | None:
+def checked_radix(state: Any, beta: float, gamma: float = 1.0) -> Radix | None:
     """Of the integer state, if that is asked for."""
     if state == "float64":
         return None
@@ -174,10 +175,10 @@ def checked_radix(state: Any, beta: float) -> exact.Radix | None:
         state = Exact()
     if not isinstance(state, Exact):
         raise ValueError(f"state = {state!r} must be 'float64', 'exact' or revdeq.Exact(fraction_bits=...)")
-    radix = exact.Radix.nearest(beta, state.fraction_bits)
+    radix = Radix.nearest(beta, state.fraction_bits, gamma)
     if radix.p == 0 or radix.p >= radix.d:
         raise ValueError(
             f"beta = {beta:.6g} has no usable fraction: state='exact' takes 1 - beta = p / d with d <= "
-            f"{exact.LARGEST_DENOMINATOR}, neither 0 nor 1; use beta = 0.5, 0.8 or 0.9, for example"
+            f"{LARGEST_DENOMINATOR}, neither 0 nor 1; use beta = 0.5, 0.8 or 0.9, for example"
         )
     return radix

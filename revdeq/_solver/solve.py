@@ -14,12 +14,16 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
+from ..kernels.half_step import Coefficients
 from .adjoint import NORM_FLOOR, Iteration, Reversible, iterate
-from .function import DTYPES, Evaluation
-from .monitor import CHECKS, Monitor, call_site, settle
-from .scheme import Exact, scheme_for
+from .deferred import settle
+from .function import DTYPES, Function
+from .inputs import Kept
+from .monitor import CHECKS, Monitor, call_site
+from .scheme import Exact, checked_radix, scheme_for
+from .unrolled import is_fake, is_traced, unrolled
 
 
 @dataclass(frozen=True)
@@ -97,8 +101,34 @@ def solve(
     Compile f, not the model around it: in a compiled model a solve is a graph break, and what is inside it
     runs as it is. With tol=None no pass waits for the device, so that both can be captured in a CUDA graph.
     """
+    if is_traced() or (isinstance(z0, Tensor) and is_fake(z0)):
+        return _solve_traceably(f, z0, args, beta, max_steps, tol, state)
     run = _solve_untraced if torch.compiler.is_compiling() else _solve
     return run(f, z0, args, beta, max_steps, tol, state, check)
+
+
+def _solve_traceably(
+    f: Callable[..., Any],
+    z0: Any,
+    args: tuple[Any, ...],
+    beta: float,
+    max_steps: int,
+    tol: float | None,
+    state: str | Exact,
+) -> Solution:
+    """In plain operations: a tracer sees nothing of what a kernel computes."""
+    if tol is not None:
+        raise ValueError(
+            f"tol = {tol!r}: a model that is traced or exported takes a fixed number of steps; use tol=None"
+        )
+    step = _step_of(state, beta)
+    y, z, before = unrolled(checked_f(f), z0, args, step, checked_max_steps(max_steps))
+    changes = [
+        (a.double() - b.double()).square().sum() for a, b in zip(tree_leaves(z), tree_leaves(before), strict=True)
+    ]
+    values = [a.double().square().sum() for a in tree_leaves(z)]
+    residual = torch.stack(changes).sum().sqrt() / (torch.stack(values).sum().sqrt() + NORM_FLOOR)
+    return Solution(z=z, y=y, steps=max_steps, residual=residual.detach(), beta=step.beta)
 
 
 def _solve(
@@ -121,25 +151,29 @@ def _solve(
             "solve has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp), and a tangent would be "
             "lost: use reverse mode, or call solve outside of the dual level"
         )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise TypeError(
+            "solve is inside a transform of torch.func (grad, vmap, ...), which it cannot be: call it outside, with a "
+            "batch dimension in place of vmap and with autograd in place of grad"
+        )
     settle()
     initial, spec = checked_state(z0)
     device = initial[0].device
-
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # paths take time, and only a transform needs them
-        for path, x in tree_flatten_with_path(args)[0]:
-            if isinstance(x, Tensor):
-                _refuse_transformed(f"args{keystr(path)}", x)
-    evaluation = Evaluation(f, spec, args, device)
-    scheme = scheme_for(state, rounded if state == "float64" else float(beta), device)
+    scheme = scheme_for(state, rounded if state == "float64" else float(beta), 1.0, device)
     monitor = None
     if check is not None:
         setting = f"beta = {scheme.beta:.6g}, max_steps = {max_steps}"
         monitor = Monitor(check, call_site(), setting, scheme.remedy)
-    it = Iteration(evaluation, scheme, max_steps, tol, monitor)
-    outcome = iterate(it, initial)
+    it = Iteration(Function(f, spec, args, device), scheme, max_steps, tol, monitor)
+    try:
+        outcome = iterate(it, initial)
+    except Kept:  # a cache that f has filled is there now, and its content is like any captured tensor
+        it = Iteration(Function(f, spec, args, device), scheme, max_steps, tol, monitor)
+        outcome = iterate(it, initial)
     last = (*outcome.y_copy, *outcome.z_copy)
-    if evaluation.graph and (evaluation.inputs or any(x.requires_grad for x in initial)):
-        last = Reversible.apply(it, outcome, *initial, *evaluation.inputs)
+    inputs = it.f.inputs.tensors
+    if it.f.graph and (inputs or any(x.requires_grad for x in initial)):
+        last = Reversible.apply(it, outcome, *initial, *inputs)
 
     y, z = last[: len(initial)], last[len(initial) :]
     assert it.norms is not None
@@ -152,6 +186,14 @@ def _solve(
         beta=scheme.beta,
     )
 
+
+def _step_of(state: str | Exact, beta: float) -> Coefficients:
+    """With a state of float64 numbers, also where integers are asked for: their iteration, up to their resolution."""
+    radix = checked_radix(state, float(beta))
+    return Coefficients.rounded(checked_beta(beta) if radix is None else radix.beta)
+
+
+_step_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.export would trace into its fractions
 
 # In a compiled model the solve is one graph break. (torch.compiler.disable would import the compiler at once.)
 _solve_untraced = _disable_dynamo(_solve)
@@ -221,7 +263,6 @@ def checked_state(z0: Any) -> tuple[list[Tensor], Any]:
             raise TypeError(f"{name} is {x.dtype}: it must be float32, float64, bfloat16 or float16; use {remedy}")
         if is_traceable_wrapper_subclass(x):
             raise TypeError(f"{name} is a {type(x).__name__}, which holds other tensors: solve for those")
-        _refuse_transformed(name, x)
         if x.layout != torch.strided:
             raise TypeError(f"{name} has layout {x.layout}: it must be dense; convert it with {name}.to_dense()")
         if x.device != paths[0][1].device:
@@ -233,11 +274,3 @@ def checked_state(z0: Any) -> tuple[list[Tensor], Any]:
         # A tensor made in inference mode cannot be saved for the backward pass; its copy can.
         leaves.append(x.clone() if x.is_inference() and torch.is_grad_enabled() else x.resolve_neg())
     return leaves, spec
-
-
-def _refuse_transformed(name: str, x: Tensor) -> None:
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        raise TypeError(
-            f"{name} is inside a transform of torch.func (grad, vmap, ...), which solve cannot be: call it outside, "
-            "with a batch dimension in place of vmap and with autograd in place of grad"
-        )

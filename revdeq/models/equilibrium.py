@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._solver.adjoint import NORM_FLOOR
-from .._solver.context import Draw
+from .._solver.context import Disturbed, Draw
 from .._solver.layer import Last, RevDEQ
 from ..baselines import checkpointed, stored_graph
 from .blocks import checked_size
@@ -86,6 +86,12 @@ class _Repeated:
     def __call__(self, z: Tensor) -> Tensor:
         self.calls += 1
         self.inputs = [*self.inputs[-1:], z.detach()]
+        try:
+            return self._call(z)
+        except Disturbed:
+            return self._call(z)
+
+    def _call(self, z: Tensor) -> Tensor:
         with self._draw.rewound(), self._draw, self._autocast():
             return self.f(z, self.x).to(z.dtype)
 

@@ -90,7 +90,7 @@ def test_a_silent_gradient_is_a_right_one(beta):
 
 
 def test_the_verdict_of_a_device_comes_with_a_later_solve(monkeypatch):
-    monkeypatch.setattr(monitor, "can_look", lambda x: False)
+    monkeypatch.setattr("revdeq._device.can_look", lambda x: False)
     run(block(), beta=0.9, max_steps=20, check="raise")
     with pytest.raises(revdeq.ReconstructionError):
         revdeq.solve(torch.cos, torch.zeros(1))
