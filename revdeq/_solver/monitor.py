@@ -29,12 +29,24 @@ CHECKS = ("warn", "raise", None)
 LIMIT = 1e-4
 """The largest rho that passes: beyond it the gradient may be off by more than 3e-5."""
 
+UNSETTLED = 0.1
+"""The largest relative change of an adjoint in its last step that passes: a gradient that moves by a tenth is one that
+stochastic gradients hide."""
+
 
 class ReconstructionWarning(UserWarning):
     """The backward pass could not reconstruct the forward pass: its gradient is not to be trusted."""
 
 
 class ReconstructionError(RuntimeError):
+    """The same, for check="raise"."""
+
+
+class ConvergenceWarning(UserWarning):
+    """The backward pass of gradient="implicit" did not solve the adjoint equation."""
+
+
+class ConvergenceError(RuntimeError):
     """The same, for check="raise"."""
 
 
@@ -66,11 +78,31 @@ class Monitor:
             f"size, where {LIMIT:.0e} can be trusted ({self.setting}), and so the gradient of this solve is not exact. "
             f"{self.remedy}f does not compute the same when it is called again"
         )
+        self._tell(text, ReconstructionError, ReconstructionWarning)
+
+    def judge_convergence(self, residual: Tensor | None) -> None:
+        """Takes the relative change of the adjoint in its last step."""
+        if residual is not None:
+            report(residual, self._decide_convergence)
+
+    def _decide_convergence(self, residual: Tensor) -> None:
+        change = residual.item()
+        if change <= UNSETTLED:
+            return
+        text = (
+            f"the adjoint equation of gradient='implicit' is not solved: its solution changed by {change:.1e} of its "
+            f"size in the last step, where {UNSETTLED:g} can be tolerated ({self.setting}), so that the gradient of this "
+            "solve is not that of the fixed point. Take more steps, find better coefficients with revdeq.tune, or use "
+            "gradient='exact'"
+        )
+        self._tell(text, ConvergenceError, ConvergenceWarning)
+
+    def _tell(self, text: str, error: type[Exception], warning: type[Warning]) -> None:
         if self.check == "raise":
-            raise ReconstructionError(text)
+            raise error(text)
         if self.site not in _already_warned:
             _already_warned.add(self.site)
-            warnings.warn_explicit(text, ReconstructionWarning, *self.site)
+            warnings.warn_explicit(text, warning, *self.site)
 
 
 SAMPLE = 1024
