@@ -113,9 +113,7 @@ def _store_sums(p_partial, chunk, b_first, b_second, LANES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n", "a", "b", "c"])
-def _relax_norms_kernel(
-    p_state, p_f, p_read, p_copy, p_partial, n, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr
-):
+def _relax_norms_kernel(p_state, p_f, p_read, p_copy, p_partial, n, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr):
     chunk = tl.program_id(0).to(tl.int64)
     start = chunk * (ROWS * LANES)
     p_state += start

@@ -220,9 +220,7 @@ def _invert_block(
         b_other = None if p_other is None else _load(p_other + o_x, m_x)
         tl.store(p_adjoint + o_x, gpu._updated(b_adjoint, b_vjp, b_other, adjoint_a, adjoint_b, adjoint_c), mask=m_x)
     b_number, _ = _integer(_mixed(b_f, b_read, gamma, rest), SCALE)
-    b_y, b_r = _stepped(
-        b_state >> 32, b_state & 0xFFFFFFFF, b_number, start, to, sign, weight, by_start, by_to
-    )
+    b_y, b_r = _stepped(b_state >> 32, b_state & 0xFFFFFFFF, b_number, start, to, sign, weight, by_start, by_to)
     if b_spill is not None:
         b_r = b_spill.to(tl.int64) & 0xFFFFFFFF
     tl.store(p_state + o_x, (b_y << 32) | b_r, mask=m_x)
@@ -284,9 +282,7 @@ def _compare_rows(
             tl.store(p_adjoint + o_x, b_next, mask=m_x)
         b_number, _ = _integer(_mixed(b_f, b_read, gamma, rest), SCALE)
         b_start, _ = _integer(b_initial, SCALE)
-        b_y, b_r = _stepped(
-            b_state >> 32, b_state & 0xFFFFFFFF, b_number, start, to, sign, weight, by_start, by_to
-        )
+        b_y, b_r = _stepped(b_state >> 32, b_state & 0xFFFFFFFF, b_number, start, to, sign, weight, by_start, by_to)
         b_error = (b_y - b_start).to(tl.float32) * UNIT + b_r.to(tl.float32)
         b_value = (b_state >> 32).to(tl.int32).to(tl.float32) * UNIT
         b_worst = tl.maximum(b_worst, gpu._ratio_bits(b_error, b_value, floor))

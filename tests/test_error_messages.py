@@ -23,7 +23,7 @@ import revdeq
 from revdeq import kernels
 from revdeq.examples import ddp
 from revdeq.kernels import backends, cpu, exact, operators
-from revdeq.models import LanguageModel, MultiScale, SingleScale, Transformer
+from revdeq.models import LanguageModel, MultiScale, PuzzleModel, SingleScale, Transformer
 from revdeq.training import checkpoint, data, record
 from revdeq.training.checkpoint import CheckpointError
 from revdeq.training.data import DataError, cifar10, download, encoding, wikitext
@@ -381,7 +381,11 @@ MODELS = [
      "50 channels (channels, or width times channels) cannot be split into 3 groups for GroupNorm: use a multiple of "
      "16, or fewer than 32"),
     ("an unknown form", making(SingleScale, form="code"), ValueError,
-     "form = 'code' must be 'paper', as printed, or 'authors', as in the authors' code"),
+     "form = 'code' must be one of 'paper' (as printed), 'authors' (as in the authors' code)"),
+    ("a puzzle in three dimensions", making(PuzzleModel, dimensions=3), ValueError,
+     "dimensions = 3 must be 1, for strings, or 2, for images"),
+    ("one puzzle", lambda: PuzzleModel(channels=8)(torch.zeros(3, 5, 5)), ValueError,
+     "puzzles of shape (3, 5, 5): they must be a batch of shape (B, 3, H, W)"),
     ("an unknown solver", making(SingleScale, solver="newton"), ValueError,
      "solver = 'newton' must be one of 'reversible', 'stored', 'checkpointed', 'torchdeq'"),
     ("tol with the stored graph", making(SingleScale, solver="stored", tol=1e-3), ValueError,
@@ -611,6 +615,8 @@ FILES = [
      "cifar10 is read from files: say with --data DIR in which folder they are"),
     ("no image to train on", lambda files: images("data_batch_3.bin", bytes(cifar10.RECORD), held_out=1)(files),
      DataError, "held_out=1: it must be none, or an integer from 2 to 5"),
+    ("a maze of one cell", lambda files: data.load("mazes", None, {"cells": 1}), DataError,
+     "cells=1: it must be an integer of at least 2"),
     ("a file where the run should be", lambda files: record.make_folder(files.put("run", b"")), CheckpointError,
      "--out FOLDER/run cannot be used as a folder: File exists"),
 ]  # fmt: skip
