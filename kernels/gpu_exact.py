@@ -78,8 +78,7 @@ def _store_decoded(p_copy, b_y, m_x, UNIT: tl.constexpr):
 @triton.jit
 def _quotient(b_x, reciprocal):
     """floor(x / n) for 0 <= x < 2^48."""
-    b_twice = (b_x << 1).to(tl.uint64)
-    return tl.umulhi(b_twice, tl.zeros_like(b_twice) + reciprocal.to(tl.uint64, bitcast=True)).to(tl.int64)
+    return tl.umulhi((b_x << 1).to(tl.uint64), reciprocal.to(tl.uint64, bitcast=True)).to(tl.int64)
 
 
 @triton.jit
