@@ -23,7 +23,7 @@ from . import half_step
 from .half_step import LANES, Coefficients, Linear
 
 THREADS = LANES // 2
-RELAX_BLOCK, INVERT_BLOCK, ADJOINT_BLOCK = 1024, 1024, 512
+RELAX_BLOCK, INVERT_BLOCK = 1024, 512
 """As many elements as keep to 32 registers or so, with which a multiprocessor is full of threads."""
 
 
@@ -307,7 +307,7 @@ class HalfStep(half_step.HalfStep):
         seed = other if adjoint_step.c else None
         tensors = self.in_order(f), self._read(self.copy, step), self.copy, adjoint, self.in_order(vjp), seed
         numbers = self.state.numel(), *self._bits(step), *self._adjoint_bits(adjoint_step)
-        launch(_invert_kernel, self._warps, ADJOINT_BLOCK, self.state, *tensors, *numbers)
+        launch(_invert_kernel, self._warps, INVERT_BLOCK, self.state, *tensors, *numbers)
 
     def invert_compare(
         self,

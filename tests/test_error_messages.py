@@ -23,7 +23,7 @@ import revdeq
 from revdeq import kernels
 from revdeq.examples import ddp
 from revdeq.kernels import backends, cpu, exact, operators
-from revdeq.models import LanguageModel, MultiScale, SingleScale, Transformer
+from revdeq.models import LanguageModel, MultiScale, PuzzleModel, SingleScale, Transformer
 from revdeq.training import checkpoint, data, record
 from revdeq.training.checkpoint import CheckpointError
 from revdeq.training.data import DataError, cifar10, download, encoding, wikitext
@@ -381,7 +381,11 @@ MODELS = [
      "50 channels (channels, or width times channels) cannot be split into 3 groups for GroupNorm: use a multiple of "
      "16, or fewer than 32"),
     ("an unknown form", making(SingleScale, form="code"), ValueError,
-     "form = 'code' must be 'paper', as printed, or 'authors', as in the authors' code"),
+     "form = 'code' must be one of 'paper' (as printed), 'authors' (as in the authors' code)"),
+    ("a puzzle in three dimensions", making(PuzzleModel, dimensions=3), ValueError,
+     "dimensions = 3 must be 1, for strings, or 2, for images"),
+    ("one puzzle", lambda: PuzzleModel(channels=8)(torch.zeros(3, 5, 5)), ValueError,
+     "puzzles of shape (3, 5, 5): they must be a batch of shape (B, 3, H, W)"),
     ("an unknown solver", making(SingleScale, solver="newton"), ValueError,
      "solver = 'newton' must be one of 'reversible', 'stored', 'checkpointed', 'torchdeq'"),
     ("tol with the stored graph", making(SingleScale, solver="stored", tol=1e-3), ValueError,
@@ -420,22 +424,18 @@ def core(call=None, **settings):
 
 
 TORCHDEQ = [
-    ("an odd number", core(f_max_iter=7), ValueError,
-     "f_max_iter = 7 must be even and at least 2: a reversible step evaluates f twice"),
-    ("states on the way", core(n_states=3), ValueError,
-     "n_states = 3: the core 'reversible' keeps no states on the way; leave it out"),
+    ("fewer than no evaluations", core(f_max_iter=-2), ValueError,
+     "f_max_iter = -2 must be a number of evaluations of f, 0 or more"),
+    ("a tolerance below zero", core(f_tol=-1.0), ValueError,
+     "f_tol = -1.0 must be positive and finite; 0 or None makes all f_max_iter evaluations"),
     ("a misspelt keyword", core(f_maxiter=4), TypeError, "unknown keyword f_maxiter = 4: did you mean f_max_iter?"),
-    ("a solver's keyword", core(lambda deq: deq(torch.cos, torch.zeros(2, 2), {"lam": 1e-4})), TypeError,
-     "the core 'reversible' does not take lam: it takes f_max_iter and tol in solver_kwargs"),
-    ("the radius of two", core(lambda deq: deq.eval()(lambda a, b: (a, b), (torch.zeros(2, 2),) * 2, None, True)),
-     TypeError, "sradius_mode = True needs a state of one tensor, not of 2: leave it out"),
-    ("another gradient", core(ift=True), UserWarning,
-     "ift = True means nothing to the core 'reversible', whose gradient is exact: leave it out"),
-    ("a program's own setting", core(lr=0.1), UserWarning,
-     "the core 'reversible' does not use lr: it takes core, beta, f_max_iter, f_tol, eval_factor, eval_f_max_iter, "
-     "no_stat"),
-    ("a writer", core(lambda deq: deq(torch.cos, torch.zeros(2, 2), backward_writer=print)), UserWarning,
-     "the core 'reversible' solves no backward system: backward_writer is not called"),
+    ("a state that is none", core(lambda deq: deq(torch.cos, 3)), TypeError,
+     "z_init = 3 must be a tensor, or a tuple or list of tensors"),
+    ("one part of two", core(lambda deq: deq(lambda a, b: a, (torch.zeros(2, 2),) * 2)), TypeError,
+     "func returned a tensor: z_init has 2 parts, and func must return as many"),
+    ("a hook in f", core(lambda deq: deq(torchdeq.get_deq(hook_ift=True), torch.zeros(2))), RuntimeError,
+     "func contains a core of torchdeq's with hook_ift=True, whose hook keeps the graph of every evaluation of func "
+     "alive: use ift=True there, which has the same gradient"),
 ] if torchdeq else []  # fmt: skip
 
 
@@ -615,6 +615,8 @@ FILES = [
      "cifar10 is read from files: say with --data DIR in which folder they are"),
     ("no image to train on", lambda files: images("data_batch_3.bin", bytes(cifar10.RECORD), held_out=1)(files),
      DataError, "held_out=1: it must be none, or an integer from 2 to 5"),
+    ("a maze of one cell", lambda files: data.load("mazes", None, {"cells": 1}), DataError,
+     "cells=1: it must be an integer of at least 2"),
     ("a file where the run should be", lambda files: record.make_folder(files.put("run", b"")), CheckpointError,
      "--out FOLDER/run cannot be used as a folder: File exists"),
 ]  # fmt: skip

@@ -57,6 +57,7 @@ def train(parser: argparse.ArgumentParser) -> Run:
     _data_options(parser)
     parser.add_argument("--out", type=Path, metavar="RUN", help="the run's folder (default: runs/PRESET)")
     _settings_option(parser, "change a setting; one that does not exist, --set x=0, lists them all")
+    parser.add_argument("--dry-run", action="store_true", help="only predict the memory and the time on GPUs")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in RUN, if any")
 
     def run(arguments: argparse.Namespace) -> int:
@@ -64,6 +65,11 @@ def train(parser: argparse.ArgumentParser) -> Run:
         from ..training import run as training
 
         preset = presets.configured(arguments.preset, presets.parsed(arguments.set))
+        if arguments.dry_run:
+            from ..training import dry_run
+
+            print(dry_run.report(preset))
+            return 0
         _download(arguments, preset.data)
         out = arguments.out or Path("runs") / preset.name
         training.train(preset, arguments.data, out, arguments.resume, arguments.device)

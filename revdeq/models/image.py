@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import ConvBlock, PreActivation, checked_form, checked_size, group_norm
+from .blocks import FORMS, ConvBlock, PreActivation, checked_form, checked_size, group_norm
 from .equilibrium import Equilibrium, EquilibriumModel
 
 POOLED = 4
@@ -39,7 +39,7 @@ class SingleScale(EquilibriumModel):
         **options: Any,
     ) -> None:
         super().__init__()
-        checked_size("channels", channels), checked_size("classes", classes), checked_form(form)
+        checked_size("channels", channels), checked_size("classes", classes), checked_form(form, FORMS)
         f = block(channels, width) if block else ConvBlock(channels, width, form)
         self.encode = nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), group_norm(channels))
         self.equilibrium = Equilibrium(f, max_steps=max_steps, beta=beta, **options)
@@ -81,7 +81,7 @@ class MultiScale(EquilibriumModel):
         **options: Any,
     ) -> None:
         super().__init__()
-        checked_size("classes", classes), checked_form(form)
+        checked_size("classes", classes), checked_form(form, FORMS)
         channels = by_scale("channels", channels)
         scales = len(channels)
         widths, max_steps = by_scale("widths", widths, scales), by_scale("max_steps", max_steps, scales)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import TransformerBlock, checked_form, checked_size
+from .blocks import LANGUAGE_FORMS, TransformerBlock, checked_form, checked_size
 from .equilibrium import Equilibrium, EquilibriumModel
 
 INITIAL_DEVIATION = 0.02 * math.sqrt(1024)
@@ -26,7 +26,7 @@ class LanguageModel(EquilibriumModel):
     vocabulary: of tokens; the default is that of GPT-2, padded to a multiple of 64.
     d, heads, wide_heads, dropout: see `TransformerBlock`.
     length: of the longest sequence.
-    form: "paper", or "authors" for the block of the authors' code.
+    form: "paper", "authors" for the block of the authors' code, or "residual", see `TransformerBlock`.
     block: makes another f, from `d`.
     max_steps, beta and other options: see `Equilibrium` and `revdeq.RevDEQ`.
     """
@@ -46,7 +46,7 @@ class LanguageModel(EquilibriumModel):
         **options: Any,
     ) -> None:
         super().__init__()
-        checked_form(form)
+        checked_form(form, LANGUAGE_FORMS)
         self.embed = Embedding(vocabulary, d, length)
         f = block(d) if block else TransformerBlock(d, heads, dropout, wide_heads, form)
         self.equilibrium = Equilibrium(f, max_steps=max_steps, beta=beta, **options)

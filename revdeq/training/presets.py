@@ -183,6 +183,7 @@ class Preset:
 
 
 IMAGES = Training(epochs=100, batch=64, lr=3e-4, weight_decay=1e-4, schedule="plateau")
+PUZZLES = Training(epochs=1000, lr=2e-3, schedule="cosine", warmup=100, clip=1.0)
 BLOCKS = {"beta": 0.8, "tol": 1e-6}
 
 
@@ -232,6 +233,7 @@ PRESETS = {
                 "vocabulary": 8192,
                 "dropout": 0.1,
                 "wide_heads": False,
+                "form": "residual",
                 "max_steps": 4,
                 "beta": 0.5,
             },
@@ -245,6 +247,21 @@ PRESETS = {
                 clip=1.0,
                 evaluate_every=500,
             ),
+        ),
+        # Trained on small puzzles, with many numbers of steps, to solve larger ones with more steps.
+        Preset(
+            "prefix-tiny",
+            "prefix-sums",
+            "puzzle",
+            {"bits": 16, "channels": 48, "max_steps": (5, 20), "beta": 0.8, "state": "exact"},
+            dataclasses.replace(PUZZLES, lr=4e-3, updates=500, batch=32, evaluate_every=100),
+        ),
+        Preset(
+            "maze-tiny",
+            "mazes",
+            "puzzle",
+            {"cells": 4, "channels": 32, "max_steps": (6, 30), "beta": 0.8, "state": "exact"},
+            dataclasses.replace(PUZZLES, updates=2500, batch=16, evaluate_every=500),
         ),
     )
 }

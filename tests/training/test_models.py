@@ -41,11 +41,17 @@ SMALL = {
     "single-scale": {"channels": 16, "width": 2, "classes": CLASSES, "max_steps": 3},
     "multi-scale": {"channels": (8, 16, 16, 8), "widths": (1, 2, 2, 1), "max_steps": (1, 3, 2, 1), "classes": CLASSES},
     "language": {"vocabulary": VOCABULARY, "d": 16, "heads": 2, "length": LENGTH, "max_steps": 3},
+    "puzzle": {"channels": 8, "classes": CLASSES, "max_steps": 3},
     "resnet": {"channels": (8, 16), "depth": 1, "classes": CLASSES},
     "transformer": {"vocabulary": VOCABULARY, "d": 16, "heads": 2, "length": LENGTH, "depth": 2},
+    "puzzle-net": {"channels": 8, "classes": CLASSES, "depth": 3},
 }
-IMPLICIT = ["single-scale", "multi-scale", "language"]
-EVALUATIONS = {"single-scale": 6, "multi-scale": 14, "language": 6}
+IMPLICIT = ["single-scale", "multi-scale", "language", "puzzle"]
+EVALUATIONS = {"single-scale": 6, "multi-scale": 14, "language": 6, "puzzle": 6}
+FORMS = [
+    *((name, form) for name in ("single-scale", "multi-scale") for form in ("paper", "authors")),
+    *(("language", form) for form in ("paper", "authors", "residual")),
+]
 SOLVERS = ["reversible", "stored", "checkpointed", pytest.param("torchdeq", marks=needs_torchdeq)]
 
 
@@ -61,6 +67,8 @@ def batch(name, size=3):
         tokens = torch.randint(VOCABULARY, (size, LENGTH + 1), generator=generator)
         return tokens[:, :-1], tokens[:, 1:]
     images = torch.randn(size, 3, 16, 16, generator=generator)
+    if name in ("puzzle", "puzzle-net"):
+        return images[..., :4, :5], torch.randint(CLASSES, (size, 4, 5), generator=generator)
     return images, torch.randint(CLASSES, (size,), generator=generator)
 
 
@@ -153,7 +161,7 @@ def test_image_shapes(name, form):
     assert small("resnet")(torch.randn(1, 3, 13, 17)).shape == (1, CLASSES)
 
 
-@pytest.mark.parametrize("form", ["paper", "authors"])
+@pytest.mark.parametrize("form", ["paper", "authors", "residual"])
 def test_language_shapes(form):
     model = small("language", form=form)
     for shape in ((1, LENGTH), (3, 1), (5, 7)):
@@ -161,7 +169,15 @@ def test_language_shapes(form):
         assert small("transformer")(torch.randint(VOCABULARY, shape)).shape == (*shape, VOCABULARY)
 
 
-@pytest.mark.parametrize("model", [small("language"), small("language", form="authors"), small("transformer")])
+@pytest.mark.parametrize(
+    "model",
+    [
+        small("language"),
+        small("language", form="authors"),
+        small("language", form="residual"),
+        small("transformer"),
+    ],
+)
 def test_no_logit_depends_on_a_later_token(model):
     model.double().eval()
     tokens = torch.randint(VOCABULARY, (2, LENGTH))
@@ -222,6 +238,28 @@ def test_transformer_block_by_its_equation(wide_heads):
     assert [m.weight.shape for m in authors.mlp if isinstance(m, nn.Linear)] == [(32, 8), (32, 32), (8, 32)]
     torch.testing.assert_close(authors(z, x), h + update)
 
+    residual = TransformerBlock(8, 2, wide_heads=wide_heads, form="residual")
+    residual.load_state_dict(paper.state_dict())
+    h = norm(z + x + attention(residual, z + x))
+    torch.testing.assert_close(residual(z, x), norm(h + linear(second, F.gelu(linear(first, h)))))
+
+
+def test_what_a_new_language_model_sees():
+    """How far the equilibrium at the last position moves when the token there changes, and when all others do: the
+    numbers in the docstring of `TransformerBlock`, which vary by a tenth from seed to seed."""
+    moved = {}
+    for form in ("paper", "residual"):
+        torch.manual_seed(0)
+        model = LanguageModel(4097, 128, 4, 64, dropout=0.0, wide_heads=False, form=form)
+        tokens, others = torch.randint(4097, (2, 16, 64))
+        own = tokens.clone()
+        own[:, -1], others[:, -1] = others[:, -1].clone(), tokens[:, -1]
+        with torch.no_grad():
+            before, *after = (model.equilibrium(model.embed(x))[:, -1] for x in (tokens, own, others))
+        moved[form] = [((z - before).norm() / before.norm()).item() for z in after]
+    assert moved["paper"] == pytest.approx([0.09, 0.74], abs=0.15)
+    assert moved["residual"] == pytest.approx([0.98, 0.17], abs=0.15)
+
 
 def test_multi_scale_is_the_figure():
     """At each scale: around the equilibrium an identity path, around the downsampling a convolution."""
@@ -265,19 +303,18 @@ def test_a_new_model_knows_nothing(name):
 # Gradient
 
 
-@pytest.mark.parametrize("form", ["paper", "authors"])
-@pytest.mark.parametrize("name", IMPLICIT)
+@pytest.mark.parametrize(("name", "form"), [*FORMS, ("puzzle", None)])
 def test_gradient_is_that_of_the_stored_graph(name, form):
     """The logits are the same, bit for bit, with dropout too. A parameter's gradient is a sum of at most 2 * 3
     products, added up in another order: 2^-24 for each, and as much for the adjoint that goes into it, over the up
     to four blocks that it passes."""
-    inputs, targets = batch(name)
-    loss, ours = gradients(small(name, form=form), inputs, targets)
-    stored_loss, stored = gradients(small(name, form=form, solver="stored"), inputs, targets)
+    (inputs, targets), chosen = batch(name), {"form": form} if form else {}
+    loss, ours = gradients(small(name, **chosen), inputs, targets)
+    stored_loss, stored = gradients(small(name, **chosen, solver="stored"), inputs, targets)
     assert torch.equal(loss, stored_loss)
     for g, e in zip(ours, stored, strict=True):
         assert (g - e).norm() <= 4 * 2 * 6 * 2**-24 * e.norm()
-    checkpointed_loss, again = gradients(small(name, form=form, solver="checkpointed"), inputs, targets)
+    checkpointed_loss, again = gradients(small(name, **chosen, solver="checkpointed"), inputs, targets)
     assert torch.equal(loss, checkpointed_loss)
     assert all(torch.equal(a, b) for a, b in zip(again, stored, strict=True))
 
@@ -498,7 +535,7 @@ def test_bad_arguments():
         (SingleScale, {"solver": "stored", "tol": 1e-3}, "tol = 0.001: solver = 'stored' takes all.*tol=None"),
         (SingleScale, {"solver": "torchdeq", "state": "exact"}, "state = 'exact' belongs to solver = 'reversible'"),
         (SingleScale, {"solver": "torchdeq", "evaluations": 2}, "evaluations = 2 must be at least 3"),
-        (SingleScale, {"form": "code"}, "form = 'code' must be 'paper', as printed, or 'authors'"),
+        (SingleScale, {"form": "code"}, r"form = 'code' must be one of 'paper' \(as printed\), 'authors' \(as in"),
         (MultiScale, {"channels": 32}, "channels = 32 must be a list of numbers"),
         (MultiScale, {"widths": (1, 2)}, r"widths = \(1, 2\) must be 4 numbers, one for each scale"),
         (MultiScale, {"max_steps": (1, 4, 0, 1)}, r"max_steps\[2\] = 0 must be an integer of at least 1"),

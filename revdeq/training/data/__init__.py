@@ -1,4 +1,4 @@
-"""The data sets by name: those of the paper's experiments, read from their official files."""
+"""The data sets by name: those of the paper's experiments, read from their official files, and puzzles."""
 
 import functools
 import inspect
@@ -6,27 +6,49 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from . import cifar10, download, wikitext
 from .cifar10 import Cifar10
-from .dataset import DataSet
+from .dataset import Batch, DataSet
 from .download import Source
 from .files import DataError
+from .puzzles import Mazes, PrefixSums
 from .wikitext import WikiText
 
-__all__ = ["DATASETS", "Cifar10", "DataError", "DataSet", "WikiText", "download", "load", "settings"]
+__all__ = [
+    "DATASETS",
+    "Cifar10",
+    "DataError",
+    "DataSet",
+    "Mazes",
+    "PrefixSums",
+    "WikiText",
+    "download",
+    "load",
+    "settings",
+]
 
 
 class Entry(NamedTuple):
-    """make: the data set from its settings; sources: the files that it is read from."""
+    """make: the data set from its settings; sources: the files that it is read from.
+
+    example: from its settings, where it is read from files, a batch of one and the shapes, without the files.
+    """
 
     make: Callable[..., DataSet]
     sources: tuple[Source, ...] = ()
+    example: Callable[..., tuple[Batch, dict[str, Any]]] | None = None
 
 
 DATASETS = {
-    "cifar10": Entry(Cifar10, cifar10.SOURCES),
-    "wikitext-2": Entry(functools.partial(WikiText, "wikitext-2"), wikitext.SOURCES["wikitext-2"]),
-    "wikitext-103": Entry(functools.partial(WikiText, "wikitext-103"), wikitext.SOURCES["wikitext-103"]),
+    "cifar10": Entry(Cifar10, cifar10.SOURCES, cifar10.example),
+    "wikitext-2": Entry(functools.partial(WikiText, "wikitext-2"), wikitext.SOURCES["wikitext-2"], wikitext.example),
+    "wikitext-103": Entry(
+        functools.partial(WikiText, "wikitext-103"), wikitext.SOURCES["wikitext-103"], wikitext.example
+    ),
+    "prefix-sums": Entry(PrefixSums),
+    "mazes": Entry(Mazes),
 }
 """By the name that a preset gives."""
 
@@ -41,7 +63,7 @@ def load(name: str, folder: Path | None, chosen: Mapping[str, Any], saved: Mappi
 
     folder: where its files are. saved: what a checkpoint holds of it.
     """
-    make, sources = DATASETS[name]
+    make, sources, _ = DATASETS[name]
     own: dict[str, Any] = {key: value for key, value in chosen.items() if key in settings(name)}
     if sources:
         if folder is None:
@@ -50,3 +72,12 @@ def load(name: str, folder: Path | None, chosen: Mapping[str, Any], saved: Mappi
     if saved is not None:
         own["saved"] = saved
     return make(**own)
+
+
+def example(name: str, chosen: Mapping[str, Any]) -> tuple[Batch, dict[str, Any]]:
+    """A batch of one with the shapes of the data set, and what a model must be told of them; no file is read."""
+    make = DATASETS[name].example
+    if make is not None:
+        return make(**{key: value for key, value in chosen.items() if key in settings(name)})
+    dataset = load(name, None, chosen)
+    return dataset.batch(torch.arange(1), torch.Generator()), dataset.shapes

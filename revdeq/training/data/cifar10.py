@@ -123,6 +123,10 @@ class Cifar10:
         return None
 
 
+def example(**_: Any) -> tuple[Batch, dict[str, Any]]:
+    return Batch(torch.zeros(1, 3, SIDE, SIDE), torch.zeros(1, dtype=torch.int64)), {"classes": CLASSES}
+
+
 def find(folder: Path) -> Path:
     for place in [folder / place for place in PLACES]:
         if is_archive(place) or any(stored(place, name) for name in (TRAIN[0], f"{TRAIN[0]}.bin")):

@@ -33,6 +33,8 @@ SOURCES = (
         "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     ),
 )
+TOKENS = 50_257
+"""Of GPT-2."""
 CHUNK = 1 << 20  # characters, to encode side by side
 
 

@@ -130,6 +130,12 @@ class WikiText:
         return Batch(ids[:, :-1], ids[:, 1:], float(self.vocabulary.surcharge[found[:, 1:]].sum()))
 
 
+def example(length: int = 512, vocabulary: str | int = "full") -> tuple[Batch, dict[str, Any]]:
+    tokens = torch.zeros(1, length, dtype=torch.int64)
+    size = vocabulary + 1 if isinstance(vocabulary, int) else -(-encoding.TOKENS // PADDED_TO) * PADDED_TO
+    return Batch(tokens, tokens), {"vocabulary": size}
+
+
 class Vocabulary:
     """The ids by which a model knows the tokens of an encoding.
 
