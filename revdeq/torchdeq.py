@@ -21,8 +21,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torchdeq
 from torch import Tensor, nn
+
+try:
+    import torchdeq
+except ModuleNotFoundError:
+    raise ModuleNotFoundError("revdeq.torchdeq needs torchdeq: pip install 'revdeq[torchdeq]'") from None
 from torchdeq.core import DEQBase
 from torchdeq.dropout import _VariationalDropoutNd
 from torchdeq.solver.stat import SolverStat
