@@ -24,7 +24,7 @@ lint: .venv/installed
 mutants: .venv/installed
 	$(BIN)/python tests/tools/mutants
 
-.venv/installed: setup.py pyproject.toml .ci/constraints.txt kernels/cpu.c
+.venv/installed: setup.py pyproject.toml .ci/constraints.txt kernels/common.h kernels/cpu.c kernels/cpu_exact.c
 	@echo "Setting up .venv (torch is large: this takes a minute or two) ..."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[demo,train,test,torchdeq,lint]'

@@ -12,13 +12,16 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError
 
 ROOT = Path(__file__).parent
+SOURCES = ["kernels/cpu.c", "kernels/cpu_exact.c"]
 PACKAGES = ("_solver", "cli", "examples", "models", "training", "training.data")
 
 
 class BuildKernel(build_ext):
-    """cpu.c is a plain shared library, not a Python module: ctypes loads it."""
+    """The C kernel is a plain shared library, not a Python module: ctypes loads it."""
 
     def build_extension(self, ext):
+        # What an earlier build left would be installed if this one fails.
+        Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
         if self.compiler.compiler_type == "msvc":
             ext.extra_compile_args = ["/O2", "/fp:precise"]
             super().build_extension(ext)
@@ -76,8 +79,8 @@ setup(
     },
     packages=["revdeq", "revdeq.kernels", *(f"revdeq.{name}" for name in PACKAGES)],
     package_dir={"revdeq": "revdeq", "revdeq.kernels": "kernels"},
-    package_data={"revdeq": ["py.typed"], "revdeq.kernels": ["cpu.c"]},
-    ext_modules=[Extension("revdeq.kernels._cpu", ["kernels/cpu.c"], optional=True)],
+    package_data={"revdeq": ["py.typed"], "revdeq.kernels": ["*.c", "*.h"]},
+    ext_modules=[Extension("revdeq.kernels._cpu", SOURCES, depends=["kernels/common.h"], optional=True)],
     cmdclass={"build_ext": BuildKernel},
     zip_safe=False,
 )

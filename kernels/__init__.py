@@ -1,22 +1,30 @@
 """Fused half-steps of the reversible iteration.
 
 `relax` and `relax_norms` are the update, `invert` its inverse, `invert_adjoint` the fused backward pass, and
-`invert_compare` the end of it, where the reconstruction meets the state that it should arrive at. Each exists
-three times, with the same bits: in PyTorch (reference.py, the specification), in C (cpu.c) and in Triton
-(gpu.py). The backend follows the tensors; `REVDEQ_BACKEND=triton|cpu|reference` in the environment or
-`with backend("triton"):` forces one. exact.py, with cpu.c and gpu_exact.py, is the same for the integer state.
+`invert_compare` the end of it, where the reconstruction meets the state that it should arrive at. half_step.py says
+what they take. They are a grid, with the same bits in every column:
+
+    state      specification          C                           Triton
+    float64    reference.py           cpu.py, cpu.c               gpu.py
+    integers   reference_exact.py     cpu_exact.py, cpu_exact.c   gpu_exact.py
+
+The backend follows the tensors (backends.py); `REVDEQ_BACKEND=triton|cpu|reference` in the environment or
+`with backend("triton"):` forces one.
 """
 
 if __name__ != "revdeq.kernels":
     raise ImportError(f"this folder is the package revdeq.kernels, not {__name__}: use `import revdeq.kernels`")
 
-from .backends import backend, exact_half_step, half_step
+from .backends import backend, half_step_for
+from .half_step import Coefficients
 from .operators import invert, invert_adjoint, invert_compare, relax, relax_norms
+from .radix import Radix
 
 __all__ = [
+    "Coefficients",
+    "Radix",
     "backend",
-    "exact_half_step",
-    "half_step",
+    "half_step_for",
     "invert",
     "invert_adjoint",
     "invert_compare",

@@ -1,20 +1,111 @@
-"""Which implementation of the half-steps runs on which device."""
+"""The backends: for each, where it runs, which states it has, and if it cannot run, why not and what to do."""
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
-from . import cpu, exact, reference
+from . import cpu, cpu_exact, reference, reference_exact
 
 try:
     from . import gpu, gpu_exact
 except ImportError:  # Triton exists on Linux only
     gpu = gpu_exact = None  # type: ignore[assignment]
 
-NAMES = ("triton", "cpu", "reference")
+
+class Trouble(NamedTuple):
+    """Why something cannot run, and what to do about it."""
+
+    why: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An implementation of the half-steps.
+
+    devices: the types of devices that it is for; None is all.
+    states: the module whose `HalfStep` steps each kind of state.
+    missing: the trouble if it is not installed. misplaced: the trouble on a device where it does not run.
+    repair: what to do if its bits are not those of the reference.
+    """
+
+    name: str
+    title: str
+    devices: tuple[str, ...] | None
+    states: dict[str, ModuleType]
+    missing: Callable[[], Trouble | None]
+    misplaced: Callable[[torch.device], Trouble | None]
+    repair: str
+
+    def is_for(self, device: torch.device) -> bool:
+        return self.devices is None or device.type in self.devices
+
+    def trouble_on(self, device: torch.device) -> Trouble | None:
+        return self.missing() or self.misplaced(device)
+
+
+def _no_triton() -> Trouble | None:
+    if TRITON.states["float64"] is not None:
+        return None
+    return Trouble("Triton is not installed", "`pip install triton` (Linux)")
+
+
+def _not_for_triton(device: torch.device) -> Trouble | None:
+    if TRITON.states["float64"].runs_on(device):
+        return None
+    remedy = "move them to a GPU, or set TRITON_INTERPRET=1 before revdeq is imported"
+    return Trouble(f"it cannot run on {device.type} tensors", remedy)
+
+
+def _no_library() -> Trouble | None:
+    if cpu.library is not None:
+        return None
+    if cpu.trouble:
+        return Trouble(f"the C kernel cannot be loaded ({cpu.trouble})", "reinstall revdeq, which builds it")
+    return Trouble("the C kernel was not built", "install a C compiler and reinstall revdeq")
+
+
+def _not_for_c(device: torch.device) -> Trouble | None:
+    if device.type == "cpu":
+        return None
+    return Trouble(f"it cannot run on {device.type} tensors", "move them to the CPU")
+
+
+TRITON = Backend(
+    "triton",
+    "Triton's kernels",
+    ("cuda", "xpu"),
+    {"float64": gpu, "exact": gpu_exact},
+    _no_triton,
+    _not_for_triton,
+    "update Triton and the driver",
+)
+C = Backend(
+    "cpu",
+    "the C kernel",
+    ("cpu",),
+    {"float64": cpu, "exact": cpu_exact},
+    _no_library,
+    _not_for_c,
+    "rebuild the C kernel (pip install --force-reinstall --no-deps; no -ffast-math or -Ofast in CFLAGS)",
+)
+REFERENCE = Backend(
+    "reference",
+    "PyTorch's own operations",
+    None,
+    {"float64": reference, "exact": reference_exact},
+    lambda: None,
+    lambda device: None,
+    "reinstall torch",
+)
+BACKENDS = {backend.name: backend for backend in (TRITON, C, REFERENCE)}
+"""By name. Of those that are for a device and can run there, the first is taken."""
 
 _forced: ContextVar[str | None] = ContextVar("revdeq_backend", default=None)
 
@@ -29,52 +120,24 @@ def backend(name: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def half_step(device: torch.device) -> type[reference.HalfStep]:
-    """The class of half-step, with a float64 state, that runs on this device."""
-    return {"triton": lambda: gpu.HalfStep, "cpu": lambda: cpu.HalfStep, "reference": lambda: reference.HalfStep}[
-        _name(device)
-    ]()
+def half_step_for(device: torch.device, state: str = "float64") -> type[Any]:
+    """The class of half-step, with a state that is "float64" or "exact", that runs on this device."""
+    return backend_for(device).states[state].HalfStep
 
 
-def exact_half_step(device: torch.device) -> type[exact.HalfStep]:
-    """The same with an integer state."""
-    return {
-        "triton": lambda: gpu_exact.HalfStep,
-        "cpu": lambda: cpu.ExactHalfStep,
-        "reference": lambda: exact.HalfStep,
-    }[_name(device)]()
-
-
-def _name(device: torch.device) -> str:
-    """Of the backend that runs on this device: the one that is forced, or the fastest."""
+def backend_for(device: torch.device) -> Backend:
+    """The one that is forced, or the fastest that runs there."""
     name = _forced.get()
     if name is None and (setting := os.environ.get("REVDEQ_BACKEND")):
         name = _known(setting, "REVDEQ_BACKEND")
     if name is None:
-        if device.type == "cpu":
-            return "reference" if cpu.library is None else "cpu"
-        return "triton" if gpu is not None and gpu.runs_on(device) else "reference"
-    if name == "triton":
-        if gpu is None:
-            raise RuntimeError("backend 'triton' is forced, but Triton is not installed: `pip install triton` (Linux)")
-        if not gpu.runs_on(device):
-            raise RuntimeError(
-                f"backend 'triton' is forced, but it cannot run on {device.type} tensors: move them to a GPU, "
-                "or set TRITON_INTERPRET=1 before revdeq is imported"
-            )
-    if name == "cpu":
-        if cpu.library is None:
-            raise RuntimeError(
-                "backend 'cpu' is forced, but the C kernel was not built: install a C compiler and reinstall revdeq"
-            )
-        if device.type != "cpu":
-            raise RuntimeError(
-                f"backend 'cpu' is forced, but it cannot run on {device.type} tensors: move them to the CPU"
-            )
-    return name
+        return next(b for b in BACKENDS.values() if b.is_for(device) and b.trouble_on(device) is None)
+    if trouble := BACKENDS[name].trouble_on(device):
+        raise RuntimeError(f"backend {name!r} is forced, but {trouble.why}: {trouble.remedy}")
+    return BACKENDS[name]
 
 
 def _known(name: str, source: str) -> str:
-    if name not in NAMES:
-        raise ValueError(f"{source} is {name!r}: expected one of {', '.join(map(repr, NAMES))}")
+    if name not in BACKENDS:
+        raise ValueError(f"{source} is {name!r}: expected one of {', '.join(map(repr, BACKENDS))}")
     return name

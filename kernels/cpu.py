@@ -9,46 +9,55 @@ from typing import Any
 import torch  # before the library: it brings the OpenMP runtime that the library shares
 from torch import Tensor, get_num_threads
 
-from . import exact, reference
+from . import half_step
+from .half_step import LANES, ROWS, Coefficients, Linear
 
-CODE = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum dtype of cpu.c
+CODE = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum dtype of common.h
+
+OPERATIONS = {"relax": 1, "relax_norms": 2, "invert": 3, "invert_compare": 6}
+EXACT_OPERATIONS = {"relax": 2, "relax_norms": 3, "invert": 4, "invert_compare": 6}
+"""How many pointers each takes beside the bound half-step, f, its dtype and the number of threads."""
 
 
-class _Bound(ctypes.Structure):  # half_step of cpu.c
-    _fields_ = [("state", c_void_p), ("copy", c_void_p), ("n", c_int64), ("beta", c_double), ("copy_type", c_int32)]
+class Packed(ctypes.Structure):  # coefficients of common.h
+    _fields_ = [("a", c_double), ("b", c_double), ("c", c_double)]
 
 
-class _BoundExact(ctypes.Structure):  # exact_half_step of cpu.c
+class Bound(ctypes.Structure):  # half_step of cpu.c
     _fields_ = [
-        *_Bound._fields_[:3],
-        *((name, c_double) for name in ("a", "beta")),
-        *((name, c_int32) for name in ("sign", "p", "d", "fraction_bits", "copy_type")),
+        ("state", c_void_p),
+        ("copy", c_void_p),
+        ("n", c_int64),
+        ("step", Packed),
+        ("adjoint", Packed),
+        ("copy_type", c_int32),
     ]
 
 
-def _load() -> Any:
-    spec = importlib.util.find_spec("revdeq.kernels._cpu")
-    if spec is None or spec.origin is None:
-        return None  # built without a C compiler
-    library = ctypes.CDLL(spec.origin)
-    common = [c_void_p, c_void_p, c_int, c_int]
-    for name, more in (("relax", 0), ("relax_norms", 1), ("invert", 2), ("invert_compare", 4)):
-        function = getattr(library, f"revdeq_{name}")
-        function.argtypes, function.restype = [*common, *[c_void_p] * more], None
-    for name, more, result in (
-        ("relax", 1, c_int),
-        ("relax_norms", 2, c_int),
-        ("invert", 3, None),
-        ("invert_compare", 4, None),
-    ):
-        function = getattr(library, f"revdeq_exact_{name}")
-        function.argtypes, function.restype = [*common, *[c_void_p] * more], result
+def load(path: str) -> Any:
+    """The library, or an error that says why it is none of ours."""
+    library = ctypes.CDLL(path)
+    for prefix, operations in (("revdeq_", OPERATIONS), ("revdeq_exact_", EXACT_OPERATIONS)):
+        for name, pointers in operations.items():
+            function = getattr(library, prefix + name)
+            function.argtypes = [c_void_p, c_void_p, c_int, c_int, *[c_void_p] * pointers]
+            function.restype = c_int if prefix == "revdeq_exact_" and name.startswith("relax") else None
+    found = c_int32.in_dll(library, "revdeq_lanes").value, c_int32.in_dll(library, "revdeq_rows").value
+    if found != (LANES, ROWS):
+        raise OSError(f"{path} has chunks of {found[1]} rows of {found[0]} lanes, not of {ROWS} of {LANES}")
     return library
 
 
+def _found() -> Any:
+    spec = importlib.util.find_spec("revdeq.kernels._cpu")
+    if spec is None or spec.origin is None:
+        return None  # built without a C compiler
+    return load(spec.origin)
+
+
 try:
-    library, trouble = _load(), ""
-except (OSError, AttributeError) as error:  # built on another machine, or from another version of cpu.c
+    library, trouble = _found(), ""
+except (OSError, AttributeError, ValueError) as error:  # built on another machine, or from another version of the source
     library, trouble = None, str(error)
     warnings.warn(
         f"the C kernel cannot be loaded, and PyTorch's slower operations run instead: reinstall revdeq ({error})",
@@ -57,71 +66,72 @@ except (OSError, AttributeError) as error:  # built on another machine, or from 
     )
 
 
-class HalfStep(reference.HalfStep):
-    def __init__(self, state: Tensor, copy: Tensor, beta: float) -> None:
-        super().__init__(state, copy, beta)
-        self._bound = _Bound(state.data_ptr(), copy.data_ptr(), state.numel(), beta, CODE[copy.dtype])
+def address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+class HalfStep(half_step.HalfStep):
+    def __init__(self, state: Tensor, copy: Tensor) -> None:
+        super().__init__(state, copy)
+        self._bound = Bound(state.data_ptr(), copy.data_ptr(), state.numel(), Packed(), Packed(), CODE[copy.dtype])
         self._address = ctypes.addressof(self._bound)
+        self._step: Coefficients | None = None
+        self._adjoint_step: Linear | None = None
         # Looked up here and not in every call: at 4,096 elements a call takes 2.5 us, half of it overhead.
         self._relax = library.revdeq_relax
 
-    def relax(self, f: Tensor) -> None:
-        f = self.in_order(f)
-        self._relax(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads())
+    def _take(self, step: Coefficients) -> None:
+        if step is not self._step:
+            self._step, self._bound.step = step, Packed(step.a, step.b, step.c)
 
-    def relax_norms(self, f: Tensor) -> Tensor:
+    def _take_adjoint(self, step: Linear) -> None:
+        if step is not self._adjoint_step:
+            self._adjoint_step, self._bound.adjoint = step, Packed(step.a, step.b, step.c)
+
+    def relax(self, f: Tensor, read: Tensor | None, step: Coefficients) -> None:
+        if step is not self._step:
+            self._take(step)
+        f = self.in_order(f)
+        z = address(self.in_order_or_none(read)) if step.c else None
+        self._relax(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), z)
+
+    def relax_norms(self, f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
+        self._take(step)
         f, partial = self.in_order(f), self.partial_sums()
-        library.revdeq_relax_norms(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), partial.data_ptr())
+        z = address(self.in_order_or_none(read)) if step.c else None
+        library.revdeq_relax_norms(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), z, partial.data_ptr())
         return partial
 
-    def invert(self, f: Tensor) -> None:
+    def invert(self, f: Tensor, step: Coefficients) -> None:
+        self._take(step)
         f = self.in_order(f)
-        library.revdeq_invert(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), None, None)
+        library.revdeq_invert(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), None, None, None)
 
-    def invert_adjoint(self, f: Tensor, adjoint: Tensor, vjp: Tensor) -> None:
+    def invert_adjoint(
+        self, f: Tensor, adjoint: Tensor, vjp: Tensor, other: Tensor | None, step: Coefficients, adjoint_step: Linear
+    ) -> None:
+        self._take(step)
+        self._take_adjoint(adjoint_step)
         f, vjp = self.in_order(f), self.in_order(vjp)
+        seed = address(other) if adjoint_step.c else None
         library.revdeq_invert(
-            self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), adjoint.data_ptr(), vjp.data_ptr()
+            self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), adjoint.data_ptr(), vjp.data_ptr(), seed
         )
 
-    def invert_compare(self, f: Tensor, initial: Tensor, adjoint: Tensor | None, vjp: Tensor | None) -> Tensor:
-        f, initial, partial = self.in_order(f), self.in_order(initial), self.partial_maxima()
-        vjp = None if vjp is None else self.in_order(vjp)
-        tensors = (None if x is None else x.data_ptr() for x in (initial, adjoint, vjp, partial))
+    def invert_compare(
+        self,
+        f: Tensor,
+        initial: Tensor,
+        floor: Tensor,
+        adjoint: Tensor | None,
+        vjp: Tensor | None,
+        other: Tensor | None,
+        step: Coefficients,
+        adjoint_step: Linear,
+    ) -> Tensor:
+        self._take(step)
+        self._take_adjoint(adjoint_step)
+        f, initial, vjp, worst = self.in_order(f), self.in_order(initial), self.in_order_or_none(vjp), self.partial_maxima()
+        tensors = map(address, (initial, floor, adjoint, vjp, other if adjoint_step.c else None, worst))
         library.revdeq_invert_compare(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *tensors)
-        return partial
-
-
-class ExactHalfStep(exact.HalfStep):
-    def __init__(
-        self, state: Tensor, copy: Tensor, radix: exact.Radix, half_steps: int, spilled: list[Tensor] | None = None
-    ) -> None:
-        super().__init__(state, copy, radix, half_steps, spilled)
-        numbers = radix.a, radix.beta, radix.sign, radix.p, radix.d, radix.fraction_bits
-        self._bound = _BoundExact(state.data_ptr(), copy.data_ptr(), state.numel(), *numbers, CODE[copy.dtype])
-        self._address = ctypes.addressof(self._bound)
-
-    def _call(self, function: Any, f: Tensor, *tensors: Tensor | None) -> Any:
-        addresses = [None if x is None else x.data_ptr() for x in tensors]
-        return function(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *addresses)
-
-    def _relax(self, f: Tensor, spill: Tensor | None) -> None:
-        f = self.in_order(f)
-        if self._call(library.revdeq_exact_relax, f, spill):
-            self._find_largest(f)
-
-    def _relax_norms(self, f: Tensor, spill: Tensor | None) -> Tensor:
-        f, partial = self.in_order(f), self.partial_sums()
-        if self._call(library.revdeq_exact_relax_norms, f, spill, partial):
-            self._find_largest(f)
-        return partial
-
-    def _invert(self, f: Tensor, adjoint: Tensor | None, vjp: Tensor | None, spill: Tensor | None) -> None:
-        vjp = None if vjp is None else self.in_order(vjp)
-        self._call(library.revdeq_exact_invert, self.in_order(f), adjoint, vjp, spill)
-
-    def invert_compare(self, f: Tensor, initial: Tensor, adjoint: Tensor | None, vjp: Tensor | None) -> Tensor:
-        initial, partial = self.in_order(initial), self.partial_maxima()
-        vjp = None if vjp is None else self.in_order(vjp)
-        self._call(library.revdeq_exact_invert_compare, self.in_order(f), initial, adjoint, vjp, partial)
-        return partial
+        return worst

@@ -1,13 +1,17 @@
 """The half-steps in Triton, for GPU tensors (and for CPU tensors under Triton's interpreter or an emulator).
 
-A program takes a chunk of ROWS rows of LANES elements, two neighbours per thread: 16-byte accesses for
-float64 and 8-byte ones for float32, in one layout, so nothing passes through shared memory. Only the last
-chunk is masked; a mask would make every access scalar. beta and 1 - beta are compile-time constants: a
-Python float passed at run time would arrive as float32.
+A program takes a block of elements, two neighbours per thread: 16-byte accesses for float64 and 8-byte ones for
+float32, in one layout, so nothing passes through shared memory. It loads all of them before it stores any: the
+compiler cannot know that stores do not change what is loaded after them. Where sums or maxima are taken, a program
+goes through a chunk of ROWS such blocks of LANES elements in a loop. Only the last program is masked; a mask would
+make every access scalar.
+
+Coefficients are arguments, so that no value of theirs is compiled for. They travel as their bits, in integers: a
+Python float would arrive as float32.
 """
 
 import contextlib
-import math
+import struct
 from typing import Any
 
 import torch
@@ -15,120 +19,176 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import reference
+from . import half_step
+from .half_step import LANES, Coefficients, Linear
 
-THREADS = reference.LANES // 2
+THREADS = LANES // 2
+RELAX_BLOCK, INVERT_BLOCK = 1024, 512
+"""As many elements as keep to 32 registers or so, with which a multiprocessor is full of threads."""
 
 
 @triton.jit
-def _or_zero(b_x, m_row):
+def _offsets(BLOCK: tl.constexpr):
+    """Of a block's elements, two neighbours for each thread."""
+    return tl.max_contiguous(tl.multiple_of(tl.arange(0, BLOCK), 2), 2)
+
+
+@triton.jit
+def _or_zero(b_x, m_x):
     """What is masked adds nothing to a sum or a maximum."""
-    return b_x if m_row is None else tl.where(m_row, b_x, 0)
+    return b_x if m_x is None else tl.where(m_x, b_x, 0)
 
 
 @triton.jit
-def _store_copy(p_copy, b_state, m_row):
+def _number(bits, DTYPE: tl.constexpr):
+    return bits.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def _store_copy(p_copy, b_state, m_x):
     if p_copy.dtype.element_ty == tl.float64:
-        tl.store(p_copy, b_state, mask=m_row)
+        tl.store(p_copy, b_state, mask=m_x)
     else:
-        tl.store(p_copy, b_state.to(tl.float32).to(p_copy.dtype.element_ty), mask=m_row)
+        tl.store(p_copy, b_state.to(tl.float32).to(p_copy.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
-def _store_partial(p_partial, chunk, b_first, b_second, LANES: tl.constexpr):
-    """What two reductions leave of a chunk, in memory of shape [2, chunks, LANES]."""
+def _moved_by(b_f, b_read, b, c):
+    """b f + c z, where z is what f read; without it, b f."""
+    b_moved = _number(b, tl.float64) * b_f.to(tl.float64)
+    if b_read is not None:
+        b_moved += _number(c, tl.float64) * b_read.to(tl.float64)
+    return b_moved
+
+
+@triton.jit
+def _relax_block(p_state, p_f, p_read, p_copy, o_x, m_x, a, b, c):
+    """The old state and the new one."""
+    b_state = tl.load(p_state + o_x, mask=m_x)
+    b_f = tl.load(p_f + o_x, mask=m_x)
+    b_read = None if p_read is None else tl.load(p_read + o_x, mask=m_x)
+    b_next = _number(a, tl.float64) * b_state + _moved_by(b_f, b_read, b, c)
+    tl.store(p_state + o_x, b_next, mask=m_x)
+    _store_copy(p_copy + o_x, b_next, m_x)
+    return b_state, b_next
+
+
+@triton.jit(do_not_specialize=["n", "a", "b", "c"])
+def _relax_kernel(p_state, p_f, p_read, p_copy, n, a, b, c, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    p_state += start
+    p_f += start
+    p_copy += start
+    if p_read is not None:
+        p_read += start
+    o_x = _offsets(BLOCK)
+    if start + BLOCK <= n:
+        _relax_block(p_state, p_f, p_read, p_copy, o_x, None, a, b, c)
+    else:
+        _relax_block(p_state, p_f, p_read, p_copy, o_x, o_x < n - start, a, b, c)
+
+
+@triton.jit
+def _relax_rows(p_state, p_f, p_read, p_copy, left, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """The chunk's squared changes and squared new states, by lanes. `left` is None in a full chunk."""
+    b_change = tl.full((LANES,), 0.0, tl.float64)
+    b_value = tl.full((LANES,), 0.0, tl.float64)
+    for row in tl.range(ROWS):
+        o_x = row * LANES + _offsets(LANES)
+        m_x = None if left is None else o_x < left
+        b_state, b_next = _relax_block(p_state, p_f, p_read, p_copy, o_x, m_x, a, b, c)
+        b_change += _or_zero((b_next - b_state) * (b_next - b_state), m_x)
+        b_value += _or_zero(b_next * b_next, m_x)
+    return b_change, b_value
+
+
+@triton.jit
+def _store_sums(p_partial, chunk, b_first, b_second, LANES: tl.constexpr):
+    """What two sums leave of a chunk, in memory of shape [2, chunks, LANES]."""
     p_first = p_partial + chunk * LANES
     p_second = p_first + tl.num_programs(0).to(tl.int64) * LANES
-    o_lane = tl.arange(0, LANES)
+    o_lane = _offsets(LANES)
     tl.store(p_first + o_lane, b_first)
     tl.store(p_second + o_lane, b_second)
 
 
-@triton.jit
-def _relax_rows(
-    p_state, p_f, p_copy, left, A: tl.constexpr, BETA: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
+@triton.jit(do_not_specialize=["n", "a", "b", "c"])
+def _relax_norms_kernel(
+    p_state, p_f, p_read, p_copy, p_partial, n, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr
 ):
-    """The chunk's squared changes and squared new states, by lanes. `left` is None in a full chunk."""
-    b_change = tl.full((LANES,), 0.0, tl.float64)
-    b_value = tl.full((LANES,), 0.0, tl.float64)
-    for row in tl.static_range(ROWS):
-        o_row = row * LANES + tl.arange(0, LANES)
-        m_row = None if left is None else o_row < left
-        b_state = tl.load(p_state + o_row, mask=m_row)
-        b_f = tl.load(p_f + o_row, mask=m_row).to(tl.float64)
-        b_next = A * b_state + BETA * b_f
-        tl.store(p_state + o_row, b_next, mask=m_row)
-        _store_copy(p_copy + o_row, b_next, m_row)
-        b_change += _or_zero((b_next - b_state) * (b_next - b_state), m_row)
-        b_value += _or_zero(b_next * b_next, m_row)
-    return b_change, b_value
-
-
-@triton.jit(do_not_specialize=["n"])
-def _relax_kernel(
-    p_state, p_f, p_copy, p_partial, n,
-    A: tl.constexpr, BETA: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
     chunk = tl.program_id(0).to(tl.int64)
     start = chunk * (ROWS * LANES)
     p_state += start
     p_f += start
     p_copy += start
+    if p_read is not None:
+        p_read += start
     if start + ROWS * LANES <= n:
-        b_change, b_value = _relax_rows(p_state, p_f, p_copy, None, A, BETA, ROWS, LANES)
+        b_change, b_value = _relax_rows(p_state, p_f, p_read, p_copy, None, a, b, c, ROWS, LANES)
     else:
-        b_change, b_value = _relax_rows(p_state, p_f, p_copy, n - start, A, BETA, ROWS, LANES)
-    if NORMS:
-        _store_partial(p_partial, chunk, b_change, b_value, LANES)
+        b_change, b_value = _relax_rows(p_state, p_f, p_read, p_copy, n - start, a, b, c, ROWS, LANES)
+    _store_sums(p_partial, chunk, b_change, b_value, LANES)
 
 
 @triton.jit
-def _previous(b_state, b_f, A: tl.constexpr, INVERSE_A: tl.constexpr, BETA: tl.constexpr):
-    b_scaled = b_state - BETA * b_f.to(tl.float64)
-    return b_scaled / A if INVERSE_A is None else b_scaled * INVERSE_A
+def _previous(b_state, b_f, b_read, a, b, c):
+    return (b_state - _moved_by(b_f, b_read, b, c)) / _number(a, tl.float64)
 
 
 @triton.jit
-def _update_adjoint(p_adjoint, p_vjp, o_row, m_row, A: tl.constexpr, BETA: tl.constexpr):
-    b_adjoint = tl.load(p_adjoint + o_row, mask=m_row)
-    b_vjp = tl.load(p_vjp + o_row, mask=m_row).to(p_adjoint.dtype.element_ty)
-    tl.store(p_adjoint + o_row, A * b_adjoint + BETA * b_vjp, mask=m_row)
+def _updated(b_adjoint, b_vjp, b_other, a, b, c):
+    """The adjoint, in its own precision."""
+    b_next = _number(a, b_adjoint.dtype) * b_adjoint + _number(b, b_adjoint.dtype) * b_vjp.to(b_adjoint.dtype)
+    if b_other is not None:
+        b_next += _number(c, b_adjoint.dtype) * b_other
+    return b_next
 
 
 @triton.jit
-def _invert_rows(
-    p_state, p_f, p_copy, p_adjoint, p_vjp, left,
-    A: tl.constexpr, INVERSE_A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    for row in tl.static_range(ROWS):
-        o_row = row * LANES + tl.arange(0, LANES)
-        m_row = None if left is None else o_row < left
-        if ADJOINT:  # first: afterwards, ptxas spills where f is in bfloat16
-            _update_adjoint(p_adjoint, p_vjp, o_row, m_row, A, BETA)
-        b_state = tl.load(p_state + o_row, mask=m_row)
-        b_previous = _previous(b_state, tl.load(p_f + o_row, mask=m_row), A, INVERSE_A, BETA)
-        tl.store(p_state + o_row, b_previous, mask=m_row)
-        _store_copy(p_copy + o_row, b_previous, m_row)
+def _invert_block(
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, o_x, m_x, a, b, c, adjoint_a, adjoint_b, adjoint_c
+):
+    b_state = tl.load(p_state + o_x, mask=m_x)
+    b_f = tl.load(p_f + o_x, mask=m_x)
+    b_read = None if p_read is None else tl.load(p_read + o_x, mask=m_x)
+    if p_adjoint is not None:
+        b_adjoint = tl.load(p_adjoint + o_x, mask=m_x)
+        b_vjp = tl.load(p_vjp + o_x, mask=m_x)
+        b_other = None if p_other is None else tl.load(p_other + o_x, mask=m_x)
+        tl.store(p_adjoint + o_x, _updated(b_adjoint, b_vjp, b_other, adjoint_a, adjoint_b, adjoint_c), mask=m_x)
+    b_previous = _previous(b_state, b_f, b_read, a, b, c)
+    tl.store(p_state + o_x, b_previous, mask=m_x)
+    _store_copy(p_copy + o_x, b_previous, m_x)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "a", "b", "c", "adjoint_a", "adjoint_b", "adjoint_c"])
 def _invert_kernel(
-    p_state, p_f, p_copy, p_adjoint, p_vjp, n,
-    A: tl.constexpr, INVERSE_A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr,
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, n, a, b, c, adjoint_a, adjoint_b, adjoint_c,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0).to(tl.int64) * (ROWS * LANES)
+    """p_read, if it is not None, is p_copy."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
     p_state += start
     p_f += start
     p_copy += start
-    if ADJOINT:
+    if p_read is not None:
+        p_read += start
+    if p_adjoint is not None:
         p_adjoint += start
         p_vjp += start
-    if start + ROWS * LANES <= n:
-        _invert_rows(p_state, p_f, p_copy, p_adjoint, p_vjp, None, A, INVERSE_A, BETA, ADJOINT, ROWS, LANES)
+    if p_other is not None:
+        p_other += start
+    o_x = _offsets(BLOCK)
+    if start + BLOCK <= n:
+        _invert_block(
+            p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, o_x, None,
+            a, b, c, adjoint_a, adjoint_b, adjoint_c,
+        )  # fmt: skip
     else:
-        _invert_rows(p_state, p_f, p_copy, p_adjoint, p_vjp, n - start, A, INVERSE_A, BETA, ADJOINT, ROWS, LANES)
+        _invert_block(
+            p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, o_x, o_x < n - start,
+            a, b, c, adjoint_a, adjoint_b, adjoint_c,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -137,101 +197,157 @@ def _magnitude_bits(b_x):
 
 
 @triton.jit
+def _ratio_bits(b_error, b_value, floor):
+    """Of |error| / max(|value|, floor) in float32. As bits, NaN is above all numbers."""
+    b_size = tl.maximum(_magnitude_bits(b_value), floor.to(tl.int32, bitcast=True))
+    return _magnitude_bits(tl.div_rn(b_error.to(tl.float32), b_size.to(tl.float32, bitcast=True)))
+
+
+@triton.jit
 def _compare_rows(
-    p_state, p_f, p_initial, p_adjoint, p_vjp, left,
-    A: tl.constexpr, INVERSE_A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr,
+    p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, left, floor,
+    a, b, c, adjoint_a, adjoint_b, adjoint_c, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The chunk's largest error and largest state, by lanes, as bits."""
-    b_error = tl.full((LANES,), 0, tl.int32)
-    b_value = tl.full((LANES,), 0, tl.int32)
-    for row in tl.static_range(ROWS):
-        o_row = row * LANES + tl.arange(0, LANES)
-        m_row = None if left is None else o_row < left
-        b_state = tl.load(p_state + o_row, mask=m_row)
-        b_previous = _previous(b_state, tl.load(p_f + o_row, mask=m_row), A, INVERSE_A, BETA)
-        b_initial = tl.load(p_initial + o_row, mask=m_row).to(tl.float64)
-        if ADJOINT:
-            _update_adjoint(p_adjoint, p_vjp, o_row, m_row, A, BETA)
-        b_error = tl.maximum(b_error, _or_zero(_magnitude_bits(b_previous - b_initial), m_row))
-        b_value = tl.maximum(b_value, _or_zero(_magnitude_bits(b_state), m_row))
-    return b_error, b_value
+    """The chunk's largest relative error, by lanes, as bits."""
+    b_worst = tl.full((LANES,), 0, tl.int32)
+    for row in tl.range(ROWS):
+        o_x = row * LANES + _offsets(LANES)
+        m_x = None if left is None else o_x < left
+        b_state = tl.load(p_state + o_x, mask=m_x)
+        b_f = tl.load(p_f + o_x, mask=m_x)
+        b_initial = tl.load(p_initial + o_x, mask=m_x).to(tl.float64)
+        b_read = None if p_read is None else tl.load(p_read + o_x, mask=m_x)
+        if p_adjoint is not None:
+            b_adjoint = tl.load(p_adjoint + o_x, mask=m_x)
+            b_vjp = tl.load(p_vjp + o_x, mask=m_x)
+            b_other = None if p_other is None else tl.load(p_other + o_x, mask=m_x)
+            tl.store(p_adjoint + o_x, _updated(b_adjoint, b_vjp, b_other, adjoint_a, adjoint_b, adjoint_c), mask=m_x)
+        b_error = _previous(b_state, b_f, b_read, a, b, c) - b_initial
+        b_worst = tl.maximum(b_worst, _or_zero(_ratio_bits(b_error, b_state, floor), m_x))
+    return b_worst
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "a", "b", "c", "adjoint_a", "adjoint_b", "adjoint_c"])
 def _compare_kernel(
-    p_state, p_f, p_initial, p_adjoint, p_vjp, p_partial, n,
-    A: tl.constexpr, INVERSE_A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr,
+    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n,
+    a, b, c, adjoint_a, adjoint_b, adjoint_c, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0).to(tl.int64)
     start = chunk * (ROWS * LANES)
     p_state += start
     p_f += start
     p_initial += start
-    if ADJOINT:
+    if p_read is not None:
+        p_read += start
+    if p_adjoint is not None:
         p_adjoint += start
         p_vjp += start
+    if p_other is not None:
+        p_other += start
+    floor = tl.load(p_floor)
     if start + ROWS * LANES <= n:
-        b_error, b_value = _compare_rows(
-            p_state, p_f, p_initial, p_adjoint, p_vjp, None, A, INVERSE_A, BETA, ADJOINT, ROWS, LANES
-        )
+        b_worst = _compare_rows(
+            p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, None, floor,
+            a, b, c, adjoint_a, adjoint_b, adjoint_c, ROWS, LANES,
+        )  # fmt: skip
     else:
-        b_error, b_value = _compare_rows(
-            p_state, p_f, p_initial, p_adjoint, p_vjp, n - start, A, INVERSE_A, BETA, ADJOINT, ROWS, LANES
-        )
-    _store_partial(p_partial, chunk, b_error, b_value, LANES)
+        b_worst = _compare_rows(
+            p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, n - start, floor,
+            a, b, c, adjoint_a, adjoint_b, adjoint_c, ROWS, LANES,
+        )  # fmt: skip
+    tl.store(p_worst + chunk * LANES + _offsets(LANES), b_worst)
 
 
-class HalfStep(reference.HalfStep):
-    def __init__(self, state: Tensor, copy: Tensor, beta: float) -> None:
-        super().__init__(state, copy, beta)
-        a = 1 - beta
-        self._relaxation: dict[str, Any] = {"A": a, "BETA": beta}
-        # Dividing by a power of two is multiplying by its inverse, to the bit, for a tenth of the instructions.
-        self._inversion: dict[str, Any] = {
-            **self._relaxation,
-            "INVERSE_A": 1 / a if math.frexp(a)[0] in (0.5, -0.5) else None,
-        }
+def bits_of(number: float, dtype: torch.dtype) -> int:
+    """Of a number rounded to float32 or float64, as a signed integer of the same size."""
+    real, integer = ("<d", "<q") if dtype == torch.float64 else ("<f", "<i")
+    return struct.unpack(integer, struct.pack(real, number))[0]
+
+
+class Bits:
+    """The bits of a step's coefficients, as long as it is the same step."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype, self._step, self._bits = dtype, None, ()
+
+    def __call__(self, step: Linear) -> tuple[int, ...]:
+        if step is not self._step:
+            self._step, self._bits = step, tuple(bits_of(x, self._dtype) for x in (step.a, step.b, step.c))
+        return self._bits
+
+
+class HalfStep(half_step.HalfStep):
+    def __init__(self, state: Tensor, copy: Tensor) -> None:
+        super().__init__(state, copy)
+        self._bits = Bits(torch.float64)
+        self._adjoint_bits = Bits(torch.promote_types(copy.dtype, torch.float32))
         self._warps = warps(state.device)
 
-    def _launch(self, kernel: Any, *tensors: Tensor | None, **constants: Any) -> None:
-        launch(kernel, self._warps, self.state, *tensors, self.state.numel(), **constants)
+    def _read(self, read: Tensor | None, step: Coefficients) -> Tensor | None:
+        return self.in_order_or_none(read) if step.c else None
 
-    def relax(self, f: Tensor) -> None:
-        self._launch(_relax_kernel, self.in_order(f), self.copy, None, NORMS=False, **self._relaxation)
+    def relax(self, f: Tensor, read: Tensor | None, step: Coefficients) -> None:
+        tensors = self.in_order(f), self._read(read, step), self.copy
+        launch(_relax_kernel, self._warps, RELAX_BLOCK, self.state, *tensors, self.state.numel(), *self._bits(step))
 
-    def relax_norms(self, f: Tensor) -> Tensor:
+    def relax_norms(self, f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
         partial = self.partial_sums()
-        rows = reference.ROWS  # more than elsewhere, where more programs fill a GPU sooner: each leaves LANES sums
-        self._launch(_relax_kernel, self.in_order(f), self.copy, partial, NORMS=True, ROWS=rows, **self._relaxation)
+        tensors = self.in_order(f), self._read(read, step), self.copy, partial
+        launch_rows(_relax_norms_kernel, self._warps, self.state, *tensors, self.state.numel(), *self._bits(step))
         return partial
 
-    def invert(self, f: Tensor) -> None:
-        self._launch(_invert_kernel, self.in_order(f), self.copy, None, None, ADJOINT=False, **self._inversion)
+    def invert(self, f: Tensor, step: Coefficients) -> None:
+        tensors = self.in_order(f), self._read(self.copy, step), self.copy, None, None, None
+        numbers = self.state.numel(), *self._bits(step), 0, 0, 0
+        launch(_invert_kernel, self._warps, INVERT_BLOCK, self.state, *tensors, *numbers)
 
-    def invert_adjoint(self, f: Tensor, adjoint: Tensor, vjp: Tensor) -> None:
-        f, vjp = self.in_order(f), self.in_order(vjp)
-        self._launch(_invert_kernel, f, self.copy, adjoint, vjp, ADJOINT=True, **self._inversion)
+    def invert_adjoint(
+        self, f: Tensor, adjoint: Tensor, vjp: Tensor, other: Tensor | None, step: Coefficients, adjoint_step: Linear
+    ) -> None:
+        seed = other if adjoint_step.c else None
+        tensors = self.in_order(f), self._read(self.copy, step), self.copy, adjoint, self.in_order(vjp), seed
+        numbers = self.state.numel(), *self._bits(step), *self._adjoint_bits(adjoint_step)
+        launch(_invert_kernel, self._warps, INVERT_BLOCK, self.state, *tensors, *numbers)
 
-    def invert_compare(self, f: Tensor, initial: Tensor, adjoint: Tensor | None, vjp: Tensor | None) -> Tensor:
-        f, initial, partial = self.in_order(f), self.in_order(initial), self.partial_maxima()
-        vjp = None if vjp is None else self.in_order(vjp)
-        flags = {"ADJOINT": adjoint is not None, "ROWS": reference.ROWS}
-        self._launch(_compare_kernel, f, initial, adjoint, vjp, partial, **flags, **self._inversion)
-        return partial
+    def invert_compare(
+        self,
+        f: Tensor,
+        initial: Tensor,
+        floor: Tensor,
+        adjoint: Tensor | None,
+        vjp: Tensor | None,
+        other: Tensor | None,
+        step: Coefficients,
+        adjoint_step: Linear,
+    ) -> Tensor:
+        worst = self.partial_maxima()
+        seed = other if adjoint_step.c and adjoint is not None else None
+        before = self.in_order(f), self._read(self.copy, step), self.in_order(initial), floor
+        numbers = self.state.numel(), *self._bits(step), *self._adjoint_bits(adjoint_step)
+        tensors = *before, adjoint, self.in_order_or_none(vjp), seed, worst
+        launch_rows(_compare_kernel, self._warps, self.state, *tensors, *numbers)
+        return worst
 
 
-def launch(kernel: Any, warps: int, state: Tensor, *arguments: Any, ROWS: int = 4, **constants: Any) -> None:
-    """A program for each chunk of the state, of ROWS rows; with no elements, none."""
+def launch(kernel: Any, warps: int, block: int, state: Tensor, *arguments: Any, **constants: Any) -> None:
+    """A program for each block of the state; with no elements, none."""
+    _launch(kernel, warps, block, state, arguments, {"BLOCK": block, **constants})
+
+
+def launch_rows(kernel: Any, warps: int, state: Tensor, *arguments: Any, **constants: Any) -> None:
+    """A program for each chunk of ROWS rows, which leaves LANES sums or maxima."""
+    rows = half_step.ROWS
+    _launch(kernel, warps, rows * LANES, state, arguments, {"ROWS": rows, "LANES": LANES, **constants})
+
+
+def _launch(
+    kernel: Any, warps: int, size: int, state: Tensor, arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> None:
     n = state.numel()
     if n == 0:
         return
-    grid = (-(-n // (ROWS * reference.LANES)),)
     with _on(state.device):
-        kernel[grid](
-            state, *arguments, ROWS=ROWS, LANES=reference.LANES, **constants, num_warps=warps, enable_fp_fusion=False
-        )
+        kernel[(-(-n // size),)](state, *arguments, **constants, num_warps=warps, enable_fp_fusion=False)
 
 
 def warps(device: torch.device) -> int:

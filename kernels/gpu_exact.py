@@ -1,86 +1,173 @@
-"""The exact half-steps in Triton: exact.py with a program for each chunk, as in gpu.py.
+"""The exact half-steps in Triton: reference_exact.py with a program for each block or chunk, as in gpu.py.
 
 Integers throughout, and float32 to convert: no float64 instruction, unless f itself is in float64.
+
+A half-step and its inverse are one function, with p and d exchanged:
+
+    e = R mod from, R = floor(R / from)
+    T = sign (from Y + e) + weight F
+    Y = floor(T / to), R = R to + (T mod to)
+
+`from` and `to` are arguments, so that no beta is compiled for. To divide by such an n <= 64 is to multiply by its
+reciprocal m = floor(2^31 / n) + 1: floor(x / n) = floor(x m / 2^31) for 0 <= x < n 2^19. For m n exceeds 2^31 by
+e <= n, so that x m / 2^31 exceeds x / n by x e / (2^31 n) < n e / (2^12 n) <= 1 / n, and the next integer is at least
+1 / n away. A longer number is divided in two digits, of which the lower has 19 bits.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import exact, gpu, reference
+from . import gpu, reference_exact
+from .half_step import LANES, Linear
+from .radix import Radix
+
+BLOCK = 512
 
 
 @triton.jit
-def _load(p_x, m_row):
+def _load(p_x, m_x):
     """What is masked is 0, and adds nothing to a sum or a maximum."""
-    if m_row is None:
+    if m_x is None:
         return tl.load(p_x)
     else:  # noqa: RET505
-        return tl.load(p_x, mask=m_row, other=0)
+        return tl.load(p_x, mask=m_x, other=0)
 
 
 @triton.jit
-def _integer(b_f, SCALE: tl.constexpr):
-    """f in units of 2^-G, rounded to the nearest even, and where it does not fit into 32 bits."""
-    if b_f.dtype == tl.float64:
-        b_scaled = b_f * SCALE
+def _mixed(b_f, b_read, gamma, rest):
+    """gamma f + (1 - gamma) z, where z is what f read; without it, f."""
+    if b_read is None:
+        return b_f
+    elif b_f.dtype == tl.float64 or b_read.dtype == tl.float64:  # noqa: RET505
+        b_g = gpu._number(gamma, tl.float64) * b_f.to(tl.float64)
+        return b_g + gpu._number(rest, tl.float64) * b_read.to(tl.float64)
+    else:
+        b_g = gpu._number(gamma, tl.float32) * b_f.to(tl.float32)
+        return b_g + gpu._number(rest, tl.float32) * b_read.to(tl.float32)
+
+
+@triton.jit
+def _integer(b_g, SCALE: tl.constexpr):
+    """g in units of 2^-G, rounded to the nearest even, and where it fits into 32 bits (it is 0 elsewhere)."""
+    if b_g.dtype == tl.float64:
+        b_scaled = b_g * SCALE
         b_size = tl.abs(b_scaled)
         b_whole = tl.where(b_size < 4503599627370496.0, (b_size + 4503599627370496.0) - 4503599627370496.0, b_size)
     else:
-        b_scaled = b_f.to(tl.float32) * SCALE
+        b_scaled = b_g.to(tl.float32) * SCALE
         b_size = tl.abs(b_scaled)
         b_whole = tl.where(b_size < 8388608.0, (b_size + 8388608.0) - 8388608.0, b_size)
     b_fits = b_whole < 2147483648.0
-    b_number = tl.where(b_fits, b_whole, 0.0).to(tl.int64)
-    return tl.where(b_scaled < 0.0, -b_number, b_number), b_fits
+    b_number = tl.where(b_fits, b_whole, 0.0).to(tl.int32)
+    return tl.where(b_scaled < 0.0, -b_number, b_number).to(tl.int64), b_fits
 
 
 @triton.jit
-def _store_decoded(p_copy, b_y, m_row, UNIT: tl.constexpr):
+def _store_decoded(p_copy, b_y, m_x, UNIT: tl.constexpr):
     if p_copy.dtype.element_ty == tl.float64:
-        tl.store(p_copy, b_y.to(tl.float64) * UNIT, mask=m_row)
+        tl.store(p_copy, b_y.to(tl.float64) * UNIT, mask=m_x)
     else:
-        tl.store(p_copy, (b_y.to(tl.int32).to(tl.float32) * UNIT).to(p_copy.dtype.element_ty), mask=m_row)
+        tl.store(p_copy, (b_y.to(tl.int32).to(tl.float32) * UNIT).to(p_copy.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
-def _floor_divide(b_x, D: tl.constexpr):
-    """floor(x / D) for |x| < 2^33 D. Triton's own division of signed integers is towards zero."""
-    return ((b_x + D * 8589934592).to(tl.uint64) // D).to(tl.int64) - 8589934592
+def _divided(b_x, n, by):
+    """Quotient and remainder of 0 <= x < 2^41 by n, in 32-bit arithmetic but for the ends."""
+    b_high = (b_x >> 19).to(tl.uint32)
+    b_first = tl.umulhi(b_high * 2, by)
+    b_low = ((b_high - b_first * n) << 19) | (b_x.to(tl.uint32) & 0x7FFFF)
+    b_second = tl.umulhi(b_low * 2, by)
+    return (b_first.to(tl.int64) << 19) + b_second.to(tl.int64), b_low - b_second * n
+
+
+@triton.jit
+def _stepped(b_state, b_r, b_number, start, to, sign, weight, by_start, by_to):
+    """Y and R after a half-step, or after its inverse. Y is right if its magnitude is below 2^34."""
+    n = start.to(tl.uint32, bitcast=True)
+    m = to.to(tl.uint32, bitcast=True)
+    b_rest, b_e = _divided(b_r, n, by_start.to(tl.uint32, bitcast=True))
+    b_t = (sign * start) * (b_state >> 32) + sign * b_e.to(tl.int64) + weight * b_number
+    b_next, b_remainder = _divided(b_t + (to.to(tl.int64) << 34), m, by_to.to(tl.uint32, bitcast=True))
+    return b_next - 17179869184, (b_rest.to(tl.uint32) * m + b_remainder).to(tl.int64)
+
+
+@triton.jit
+def _relax_block(
+    p_state, p_f, p_read, p_copy, p_spill, p_alarm, o_x, o_lane, m_x, start, to, sign, weight, by_start, by_to,
+    gamma, rest, SCALE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Y before and after."""
+    b_state = _load(p_state + o_x, m_x)
+    b_f = _load(p_f + o_x, m_x)
+    b_read = None if p_read is None else _load(p_read + o_x, m_x)
+    b_y = b_state >> 32
+    b_r = b_state & 0xFFFFFFFF
+    if p_spill is not None:
+        tl.store(p_spill + o_x, b_r.to(tl.int32), mask=m_x)
+        b_r = b_r * 0
+    b_number, b_fits = _integer(_mixed(b_f, b_read, gamma, rest), SCALE)
+    b_next, b_r = _stepped(b_state, b_r, b_number, start, to, sign, weight, by_start, by_to)
+    tl.store(p_state + o_x, (b_next << 32) | b_r, mask=m_x)
+    _store_decoded(p_copy + o_x, b_next, m_x, UNIT)
+    b_fits = b_fits & (b_next >= -2147483648) & (b_next < 2147483648)
+    # Only where something is wrong is there anything to store; of several in a lane, any will do.
+    b_bits = tl.maximum(gpu._magnitude_bits(b_f), 1)
+    tl.store(p_alarm + (o_x * 0 + o_lane), b_bits, mask=b_fits == 0)
+    return b_y, b_next
+
+
+COEFFICIENTS = ["start", "to", "sign", "weight", "by_start", "by_to", "gamma", "rest"]
+ADJOINT_COEFFICIENTS = ["adjoint_a", "adjoint_b", "adjoint_c"]
+
+
+@triton.jit(do_not_specialize=["n", "half_step", *COEFFICIENTS])
+def _relax_kernel(
+    p_state, p_f, p_read, p_copy, p_spill, p_alarm, n, half_step, start, to, sign, weight, by_start, by_to, gamma, rest,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    p_state += first
+    p_f += first
+    p_copy += first
+    p_alarm += half_step * LANES
+    if p_read is not None:
+        p_read += first
+    if p_spill is not None:
+        p_spill += first
+    o_lane = gpu._offsets(LANES)[None, :]
+    o_x = tl.arange(0, BLOCK // LANES)[:, None] * LANES + o_lane
+    if first + BLOCK <= n:
+        _relax_block(
+            p_state, p_f, p_read, p_copy, p_spill, p_alarm, o_x, o_lane, None,
+            start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT,
+        )  # fmt: skip
+    else:
+        _relax_block(
+            p_state, p_f, p_read, p_copy, p_spill, p_alarm, o_x, o_lane, o_x < n - first,
+            start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT,
+        )  # fmt: skip
 
 
 @triton.jit
 def _relax_rows(
-    p_state, p_f, p_copy, p_spill, p_alarm, left,
-    SIGN: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr, SPILL: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr,
+    p_state, p_f, p_read, p_copy, p_spill, p_alarm, left, start, to, sign, weight, by_start, by_to, gamma, rest,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     b_change = tl.full((LANES,), 0.0, tl.float32)
     b_value = tl.full((LANES,), 0.0, tl.float32)
-    for row in tl.static_range(ROWS):
-        o_row = row * LANES + tl.arange(0, LANES)
-        m_row = None if left is None else o_row < left
-        b_state = _load(p_state + o_row, m_row)
-        b_f = _load(p_f + o_row, m_row)
-        b_y = b_state >> 32
-        b_r = b_state.to(tl.uint32)
-        if SPILL:
-            tl.store(p_spill + o_row, b_r.to(tl.int32, bitcast=True), mask=m_row)
-            b_r = b_r * 0
-        b_rest = b_r // P
-        b_e = (b_r - b_rest * P).to(tl.int64)
-        b_number, b_fits = _integer(b_f, SCALE)
-        b_t = SIGN * (P * b_y + b_e) + (D - SIGN * P) * b_number
-        b_next = _floor_divide(b_t, D)
-        b_r = b_rest.to(tl.int64) * D + (b_t - b_next * D)
-        tl.store(p_state + o_row, (b_next << 32) | b_r, mask=m_row)
-        _store_decoded(p_copy + o_row, b_next, m_row, UNIT)
-        b_fits = b_fits & (b_next >= -2147483648) & (b_next < 2147483648)
-        # Only where something is wrong is there anything to store; of several in a lane, any will do.
-        b_bits = tl.maximum(gpu._magnitude_bits(b_f), 1)
-        tl.store(p_alarm + tl.arange(0, LANES), b_bits, mask=b_fits == 0)
+    for row in tl.range(ROWS):
+        o_lane = gpu._offsets(LANES)
+        o_x = row * LANES + o_lane
+        m_x = None if left is None else o_x < left
+        b_y, b_next = _relax_block(
+            p_state, p_f, p_read, p_copy, p_spill, p_alarm, o_x, o_lane, m_x,
+            start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT,
+        )  # fmt: skip
         b_step = (b_next - b_y).to(tl.float32) * UNIT
         b_size = b_next.to(tl.int32).to(tl.float32) * UNIT
         b_change += b_step * b_step
@@ -88,175 +175,238 @@ def _relax_rows(
     return b_change, b_value
 
 
-@triton.jit(do_not_specialize=["n", "half_step"])
-def _relax_kernel(
-    p_state, p_f, p_copy, p_spill, p_alarm, p_partial, n, half_step,
-    SIGN: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr,
-    SPILL: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+@triton.jit(do_not_specialize=["n", "half_step", *COEFFICIENTS])
+def _relax_norms_kernel(
+    p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_partial, n, half_step,
+    start, to, sign, weight, by_start, by_to, gamma, rest,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0).to(tl.int64)
-    start = chunk * (ROWS * LANES)
-    p_state += start
-    p_f += start
-    p_copy += start
+    first = chunk * (ROWS * LANES)
+    p_state += first
+    p_f += first
+    p_copy += first
     p_alarm += half_step * LANES
-    if SPILL:
-        p_spill += start
-    if start + ROWS * LANES <= n:
+    if p_read is not None:
+        p_read += first
+    if p_spill is not None:
+        p_spill += first
+    if first + ROWS * LANES <= n:
         b_change, b_value = _relax_rows(
-            p_state, p_f, p_copy, p_spill, p_alarm, None, SIGN, P, D, SCALE, UNIT, SPILL, ROWS, LANES
-        )
-    else:
-        b_change, b_value = _relax_rows(
-            p_state, p_f, p_copy, p_spill, p_alarm, n - start, SIGN, P, D, SCALE, UNIT, SPILL, ROWS, LANES
-        )
-    if NORMS:
-        gpu._store_partial(p_partial, chunk, b_change, b_value, LANES)
-
-
-@triton.jit
-def _previous(b_state, b_f, SIGN: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr):
-    b_number, _ = _integer(b_f, SCALE)
-    b_r = b_state.to(tl.uint32)
-    b_rest = b_r // D
-    b_t = (b_state >> 32) * D + (b_r - b_rest * D).to(tl.int64)
-    b_u = SIGN * (b_t - (D - SIGN * P) * b_number)
-    if P == 1:
-        return b_u, b_rest.to(tl.int64)
-    b_y = _floor_divide(b_u, P)
-    return b_y, b_rest.to(tl.int64) * P + (b_u - b_y * P)
-
-
-@triton.jit
-def _invert_rows(
-    p_state, p_f, p_copy, p_adjoint, p_vjp, p_spill, left,
-    SIGN: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr,
-    A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr, SPILL: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    for row in tl.static_range(ROWS):
-        o_row = row * LANES + tl.arange(0, LANES)
-        m_row = None if left is None else o_row < left
-        b_state = _load(p_state + o_row, m_row)
-        b_y, b_r = _previous(b_state, _load(p_f + o_row, m_row), SIGN, P, D, SCALE)
-        if SPILL:
-            b_r = _load(p_spill + o_row, m_row).to(tl.int64) & 0xFFFFFFFF
-        tl.store(p_state + o_row, (b_y << 32) | b_r, mask=m_row)
-        _store_decoded(p_copy + o_row, b_y, m_row, UNIT)
-        if ADJOINT:
-            gpu._update_adjoint(p_adjoint, p_vjp, o_row, m_row, A, BETA)
-
-
-@triton.jit(do_not_specialize=["n"])
-def _invert_kernel(
-    p_state, p_f, p_copy, p_adjoint, p_vjp, p_spill, n,
-    SIGN: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr,
-    A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr, SPILL: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    start = tl.program_id(0).to(tl.int64) * (ROWS * LANES)
-    p_state += start
-    p_f += start
-    p_copy += start
-    if ADJOINT:
-        p_adjoint += start
-        p_vjp += start
-    if SPILL:
-        p_spill += start
-    if start + ROWS * LANES <= n:
-        _invert_rows(
-            p_state, p_f, p_copy, p_adjoint, p_vjp, p_spill, None,
-            SIGN, P, D, SCALE, UNIT, A, BETA, ADJOINT, SPILL, ROWS, LANES,
+            p_state, p_f, p_read, p_copy, p_spill, p_alarm, None,
+            start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, ROWS, LANES,
         )  # fmt: skip
     else:
-        _invert_rows(
-            p_state, p_f, p_copy, p_adjoint, p_vjp, p_spill, n - start,
-            SIGN, P, D, SCALE, UNIT, A, BETA, ADJOINT, SPILL, ROWS, LANES,
+        b_change, b_value = _relax_rows(
+            p_state, p_f, p_read, p_copy, p_spill, p_alarm, n - first,
+            start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, ROWS, LANES,
+        )  # fmt: skip
+    gpu._store_sums(p_partial, chunk, b_change, b_value, LANES)
+
+
+@triton.jit
+def _invert_block(
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_spill, o_x, m_x,
+    start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
+    SCALE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    b_state = _load(p_state + o_x, m_x)
+    b_f = _load(p_f + o_x, m_x)
+    b_read = None if p_read is None else _load(p_read + o_x, m_x)
+    b_spill = None if p_spill is None else _load(p_spill + o_x, m_x)
+    if p_adjoint is not None:
+        b_adjoint = _load(p_adjoint + o_x, m_x)
+        b_vjp = _load(p_vjp + o_x, m_x)
+        b_other = None if p_other is None else _load(p_other + o_x, m_x)
+        tl.store(p_adjoint + o_x, gpu._updated(b_adjoint, b_vjp, b_other, adjoint_a, adjoint_b, adjoint_c), mask=m_x)
+    b_number, _ = _integer(_mixed(b_f, b_read, gamma, rest), SCALE)
+    b_y, b_r = _stepped(b_state, b_state & 0xFFFFFFFF, b_number, start, to, sign, weight, by_start, by_to)
+    if b_spill is not None:
+        b_r = b_spill.to(tl.int64) & 0xFFFFFFFF
+    tl.store(p_state + o_x, (b_y << 32) | b_r, mask=m_x)
+    _store_decoded(p_copy + o_x, b_y, m_x, UNIT)
+
+
+@triton.jit(do_not_specialize=["n", *COEFFICIENTS, *ADJOINT_COEFFICIENTS])
+def _invert_kernel(
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_spill, n,
+    start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """p_read, if it is not None, is p_copy."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    p_state += first
+    p_f += first
+    p_copy += first
+    if p_read is not None:
+        p_read += first
+    if p_adjoint is not None:
+        p_adjoint += first
+        p_vjp += first
+    if p_other is not None:
+        p_other += first
+    if p_spill is not None:
+        p_spill += first
+    o_x = gpu._offsets(BLOCK)
+    if first + BLOCK <= n:
+        _invert_block(
+            p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_spill, o_x, None,
+            start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c, SCALE, UNIT,
+        )  # fmt: skip
+    else:
+        _invert_block(
+            p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_spill, o_x, o_x < n - first,
+            start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c, SCALE, UNIT,
         )  # fmt: skip
 
 
 @triton.jit
 def _compare_rows(
-    p_state, p_f, p_initial, p_adjoint, p_vjp, left,
-    SIGN: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr,
-    A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, left, floor,
+    start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    b_error = tl.full((LANES,), 0, tl.int32)
-    b_value = tl.full((LANES,), 0, tl.int32)
-    for row in tl.static_range(ROWS):
-        o_row = row * LANES + tl.arange(0, LANES)
-        m_row = None if left is None else o_row < left
-        b_state = _load(p_state + o_row, m_row)
-        b_y, b_r = _previous(b_state, _load(p_f + o_row, m_row), SIGN, P, D, SCALE)
-        b_initial, _ = _integer(_load(p_initial + o_row, m_row), SCALE)
-        if ADJOINT:
-            gpu._update_adjoint(p_adjoint, p_vjp, o_row, m_row, A, BETA)
-        b_off = (b_y - b_initial).to(tl.float32) * UNIT + b_r.to(tl.float32)
-        b_error = tl.maximum(b_error, gpu._magnitude_bits(b_off))
-        b_value = tl.maximum(b_value, gpu._magnitude_bits((b_state >> 32).to(tl.float32) * UNIT))
-    return b_error, b_value
+    b_worst = tl.full((LANES,), 0, tl.int32)
+    for row in tl.range(ROWS):
+        o_x = row * LANES + gpu._offsets(LANES)
+        m_x = None if left is None else o_x < left
+        b_state = _load(p_state + o_x, m_x)
+        b_f = _load(p_f + o_x, m_x)
+        b_initial = _load(p_initial + o_x, m_x)
+        b_read = None if p_read is None else _load(p_read + o_x, m_x)
+        if p_adjoint is not None:
+            b_adjoint = _load(p_adjoint + o_x, m_x)
+            b_vjp = _load(p_vjp + o_x, m_x)
+            b_other = None if p_other is None else _load(p_other + o_x, m_x)
+            b_next = gpu._updated(b_adjoint, b_vjp, b_other, adjoint_a, adjoint_b, adjoint_c)
+            tl.store(p_adjoint + o_x, b_next, mask=m_x)
+        b_number, _ = _integer(_mixed(b_f, b_read, gamma, rest), SCALE)
+        b_start, _ = _integer(b_initial, SCALE)
+        b_y, b_r = _stepped(b_state, b_state & 0xFFFFFFFF, b_number, start, to, sign, weight, by_start, by_to)
+        b_error = (b_y - b_start).to(tl.float32) * UNIT + b_r.to(tl.float32)
+        b_value = (b_state >> 32).to(tl.int32).to(tl.float32) * UNIT
+        b_worst = tl.maximum(b_worst, gpu._ratio_bits(b_error, b_value, floor))
+    return b_worst
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", *COEFFICIENTS, *ADJOINT_COEFFICIENTS])
 def _compare_kernel(
-    p_state, p_f, p_initial, p_adjoint, p_vjp, p_partial, n,
-    SIGN: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr,
-    A: tl.constexpr, BETA: tl.constexpr, ADJOINT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n,
+    start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0).to(tl.int64)
-    start = chunk * (ROWS * LANES)
-    p_state += start
-    p_f += start
-    p_initial += start
-    if ADJOINT:
-        p_adjoint += start
-        p_vjp += start
-    if start + ROWS * LANES <= n:
-        b_error, b_value = _compare_rows(
-            p_state, p_f, p_initial, p_adjoint, p_vjp, None,
-            SIGN, P, D, SCALE, UNIT, A, BETA, ADJOINT, ROWS, LANES,
+    first = chunk * (ROWS * LANES)
+    p_state += first
+    p_f += first
+    p_initial += first
+    if p_read is not None:
+        p_read += first
+    if p_adjoint is not None:
+        p_adjoint += first
+        p_vjp += first
+    if p_other is not None:
+        p_other += first
+    floor = tl.load(p_floor)
+    if first + ROWS * LANES <= n:
+        b_worst = _compare_rows(
+            p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, None, floor,
+            start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
+            SCALE, UNIT, ROWS, LANES,
         )  # fmt: skip
     else:
-        b_error, b_value = _compare_rows(
-            p_state, p_f, p_initial, p_adjoint, p_vjp, n - start,
-            SIGN, P, D, SCALE, UNIT, A, BETA, ADJOINT, ROWS, LANES,
+        b_worst = _compare_rows(
+            p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, n - first, floor,
+            start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
+            SCALE, UNIT, ROWS, LANES,
         )  # fmt: skip
-    gpu._store_partial(p_partial, chunk, b_error, b_value, LANES)
+    tl.store(p_worst + chunk * LANES + gpu._offsets(LANES), b_worst)
 
 
-class HalfStep(exact.HalfStep):
+def reciprocal(n: int) -> int:
+    """floor(2^31 / n) + 1, its 32 bits as a signed integer."""
+    bits = 2**31 // n + 1
+    return bits - 2**32 if bits >= 2**31 else bits
+
+
+class HalfStep(reference_exact.HalfStep):
     def __init__(
-        self, state: Tensor, copy: Tensor, radix: exact.Radix, half_steps: int, spilled: list[Tensor] | None = None
+        self, state: Tensor, copy: Tensor, steps: Sequence[Radix], spilled: list[Tensor] | None = None
     ) -> None:
-        super().__init__(state, copy, radix, half_steps, spilled)
-        self._constants: dict[str, Any] = {
-            "SIGN": radix.sign, "P": radix.p, "D": radix.d, "SCALE": 1 / radix.unit, "UNIT": radix.unit,
-        }  # fmt: skip
+        super().__init__(state, copy, steps, spilled)
+        self._adjoint_bits = gpu.Bits(torch.promote_types(copy.dtype, torch.float32))
         self._warps = gpu.warps(state.device)
+        self._key: Any = None
+        self._numbers: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
 
-    def _launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
-        gpu.launch(kernel, self._warps, self.state, *arguments, **constants, **self._constants)
+    def _numbers_of(self, step: Radix, f: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the way there and the way back are given, as long as it is the same step."""
+        if (key := (id(step), f.dtype)) != self._key:
+            p, d, sign = step.p, step.d, step.sign
+            wide = torch.float64 if torch.float64 in (f.dtype, self.copy.dtype) else torch.float32
+            mix = gpu.bits_of(step.gamma, wide), gpu.bits_of(1 - step.gamma, wide)
+            self._numbers = tuple(
+                (start, to, sign, to - sign * start, reciprocal(start), reciprocal(to), *mix)
+                for start, to in ((p, d), (d, p))
+            )
+            self._key, self._step = key, step
+        return self._numbers
 
-    def _relax(self, f: Tensor, spill: Tensor | None) -> None:
-        arguments = (self.in_order(f), self.copy, spill, self.alarm, None, self.state.numel(), self.done)
-        self._launch(_relax_kernel, *arguments, NORMS=False, SPILL=spill is not None)
+    def _scales(self, step: Radix) -> dict[str, Any]:
+        return {"SCALE": 1 / step.unit, "UNIT": step.unit}
 
-    def _relax_norms(self, f: Tensor, spill: Tensor | None) -> Tensor:
+    def _read(self, read: Tensor | None, step: Radix) -> Tensor | None:
+        return self.in_order_or_none(read) if step.gamma != 1 else None
+
+    def _relax(self, f: Tensor, read: Tensor | None, spill: Tensor | None, step: Radix) -> None:
+        there, _ = self._numbers_of(step, f)
+        tensors = self.in_order(f), self._read(read, step), self.copy, spill, self.alarm
+        numbers = self.state.numel(), self.done, *there
+        gpu.launch(
+            _relax_kernel, self._warps, BLOCK, self.state, *tensors, *numbers, LANES=LANES, **self._scales(step)
+        )
+
+    def _relax_norms(self, f: Tensor, read: Tensor | None, spill: Tensor | None, step: Radix) -> Tensor:
+        there, _ = self._numbers_of(step, f)
         partial = self.partial_sums()
-        arguments = (self.in_order(f), self.copy, spill, self.alarm, partial, self.state.numel(), self.done)
-        self._launch(_relax_kernel, *arguments, NORMS=True, SPILL=spill is not None, ROWS=reference.ROWS)
+        tensors = self.in_order(f), self._read(read, step), self.copy, spill, self.alarm, partial
+        numbers = self.state.numel(), self.done, *there
+        gpu.launch_rows(_relax_norms_kernel, self._warps, self.state, *tensors, *numbers, **self._scales(step))
         return partial
 
-    def _invert(self, f: Tensor, adjoint: Tensor | None, vjp: Tensor | None, spill: Tensor | None) -> None:
-        vjp = None if vjp is None else self.in_order(vjp)
-        arguments = (self.in_order(f), self.copy, adjoint, vjp, spill, self.state.numel())
-        flags = {"ADJOINT": adjoint is not None, "SPILL": spill is not None}
-        self._launch(_invert_kernel, *arguments, A=self.radix.a, BETA=self.radix.beta, **flags)
+    def _invert(
+        self,
+        f: Tensor,
+        adjoint: Tensor | None,
+        vjp: Tensor | None,
+        other: Tensor | None,
+        spill: Tensor | None,
+        step: Radix,
+        adjoint_step: Linear,
+    ) -> None:
+        _, back = self._numbers_of(step, f)
+        seed = other if adjoint_step.c and adjoint is not None else None
+        before = self.in_order(f), self._read(self.copy, step), self.copy
+        tensors = *before, adjoint, self.in_order_or_none(vjp), seed, spill
+        numbers = self.state.numel(), *back, *self._adjoint_bits(adjoint_step)
+        gpu.launch(_invert_kernel, self._warps, BLOCK, self.state, *tensors, *numbers, **self._scales(step))
 
-    def invert_compare(self, f: Tensor, initial: Tensor, adjoint: Tensor | None, vjp: Tensor | None) -> Tensor:
-        partial = self.partial_maxima()
-        vjp = None if vjp is None else self.in_order(vjp)
-        arguments = (self.in_order(f), self.in_order(initial), adjoint, vjp, partial, self.state.numel())
-        flags = {"ADJOINT": adjoint is not None, "ROWS": reference.ROWS}
-        self._launch(_compare_kernel, *arguments, A=self.radix.a, BETA=self.radix.beta, **flags)
-        return partial
+    def invert_compare(
+        self,
+        f: Tensor,
+        initial: Tensor,
+        floor: Tensor,
+        adjoint: Tensor | None,
+        vjp: Tensor | None,
+        other: Tensor | None,
+        step: Radix,
+        adjoint_step: Linear,
+    ) -> Tensor:
+        _, back = self._numbers_of(step, f)
+        worst = self.partial_maxima()
+        seed = other if adjoint_step.c and adjoint is not None else None
+        before = self.in_order(f), self._read(self.copy, step), self.in_order(initial), floor
+        tensors = *before, adjoint, self.in_order_or_none(vjp), seed, worst
+        numbers = self.state.numel(), *back, *self._adjoint_bits(adjoint_step)
+        gpu.launch_rows(_compare_kernel, self._warps, self.state, *tensors, *numbers, **self._scales(step))
+        return worst

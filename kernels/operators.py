@@ -7,75 +7,124 @@ one or two. These are for those who trace, or who call a half-step themselves.
 import torch
 from torch import Tensor
 
-from .backends import half_step
-from .reference import LANES, HalfStep, chunk_count
+from . import half_step
+from .backends import half_step_for
+from .half_step import LANES, Coefficients, chunk_count
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @torch.library.custom_op("revdeq::relax", mutates_args=("state", "copy"))
-def relax(state: Tensor, f: Tensor, copy: Tensor, beta: float) -> None:
-    """state = (1 - beta) state + beta f, in place; copy = state in copy's dtype.
+def relax(
+    state: Tensor, f: Tensor, copy: Tensor, beta: float, gamma: float = 1.0, read: Tensor | None = None
+) -> None:
+    """state = (1 - beta) state + beta ((1 - gamma) read + gamma f), in place; copy = state in copy's dtype.
 
     state is float64, and f and copy are shaped like it, in float32, float64, bfloat16 or float16. All must
-    be dense; an f that is laid out differently from the state costs one more pass over memory.
+    be dense; an f that is laid out differently from the state costs one more pass over memory. beta gamma and
+    beta (1 - gamma) are rounded to float32. Where gamma is not 1, `read` is what f was given, in copy's dtype.
     """
-    _bind(state, copy, beta, f=f).relax(f)
+    step = _step(beta, gamma)
+    _bind(state, copy, f=f, **_read(step, read)).relax(f, read, step)
 
 
 @torch.library.custom_op("revdeq::relax_norms", mutates_args=("state", "copy"))
-def relax_norms(state: Tensor, f: Tensor, copy: Tensor, beta: float) -> Tensor:
+def relax_norms(
+    state: Tensor, f: Tensor, copy: Tensor, beta: float, gamma: float = 1.0, read: Tensor | None = None
+) -> Tensor:
     """`relax`, and in the same pass the partial sums, float64 of shape [2, chunks, lanes], of the squared
     change (index 0) and of the squared new state (index 1). They are deterministic."""
-    return _bind(state, copy, beta, f=f).relax_norms(f)
+    step = _step(beta, gamma)
+    return _bind(state, copy, f=f, **_read(step, read)).relax_norms(f, read, step)
 
 
 @torch.library.custom_op("revdeq::invert", mutates_args=("state", "copy"))
-def invert(state: Tensor, f: Tensor, copy: Tensor, beta: float) -> None:
-    """state = (state - beta f) / (1 - beta), in place; copy = state in copy's dtype. Undoes `relax`."""
-    _bind(state, copy, beta, f=f).invert(f)
+def invert(state: Tensor, f: Tensor, copy: Tensor, beta: float, gamma: float = 1.0) -> None:
+    """Undoes `relax`, in place; copy = state in copy's dtype. Where gamma is not 1, copy must hold what f was given."""
+    _bind(state, copy, f=f).invert(f, _step(beta, gamma))
 
 
 @torch.library.custom_op("revdeq::invert_adjoint", mutates_args=("state", "copy", "adjoint"))
-def invert_adjoint(state: Tensor, f: Tensor, copy: Tensor, adjoint: Tensor, vjp: Tensor, beta: float) -> None:
-    """`invert`, and in the same pass adjoint = (1 - beta) adjoint + beta vjp, in place.
+def invert_adjoint(
+    state: Tensor,
+    f: Tensor,
+    copy: Tensor,
+    adjoint: Tensor,
+    vjp: Tensor,
+    beta: float,
+    gamma: float = 1.0,
+    other: Tensor | None = None,
+) -> None:
+    """`invert`, and in the same pass adjoint = (1 - beta) adjoint + beta ((1 - gamma) other + gamma vjp), in place.
 
-    The adjoint is float64 if copy is and float32 otherwise; vjp has copy's dtype.
+    The adjoint is float64 if copy is and float32 otherwise, and so is `other`, the adjoint of the other state, which
+    is needed where gamma is not 1; vjp has copy's dtype.
     """
-    step = _bind(state, copy, beta, f=f, adjoint=adjoint, vjp=vjp)
+    step = _step(beta, gamma)
+    bound = _bind(state, copy, f=f, adjoint=adjoint, vjp=vjp, **_read(step, other, "other"))
     _check_adjoint(state, copy, adjoint, vjp)
-    step.invert_adjoint(f, adjoint, vjp)
+    bound.invert_adjoint(f, adjoint, vjp, other, step, step)
 
 
 @torch.library.custom_op("revdeq::invert_compare", mutates_args=("adjoint",))
-def invert_compare(state: Tensor, f: Tensor, initial: Tensor, adjoint: Tensor, vjp: Tensor, beta: float) -> Tensor:
+def invert_compare(
+    state: Tensor,
+    f: Tensor,
+    initial: Tensor,
+    adjoint: Tensor,
+    vjp: Tensor,
+    beta: float,
+    floor: float = 1e-30,
+    gamma: float = 1.0,
+    read: Tensor | None = None,
+    other: Tensor | None = None,
+) -> Tensor:
     """Compare the result of `invert` with the initial state that it should arrive at, without storing it, and
     update the adjoint like `invert_adjoint`.
 
-    initial and vjp have one dtype, that of the copy. Returns int32 of shape [2, chunks, lanes]: the bits of the
-    largest magnitude, in float32, of the error (index 0) and of the state (index 1), by lanes.
+    initial and vjp have one dtype, that of the copy. Returns int32 of shape [chunks, lanes]: the bits of the largest
+    error, in float32, relative to the magnitude of its element of the state, or to `floor` where that is smaller.
     """
+    step = _step(beta, gamma)
     _check_adjoint(state, initial, adjoint, vjp)
-    return _bind(state, initial, beta, name="initial", f=f, adjoint=adjoint, vjp=vjp).invert_compare(
-        f, initial, adjoint, vjp
-    )
+    more = {**_read(step, read), **_read(step, other, "other")}
+    bound = _bind(state, initial if read is None else read, f=f, initial=initial, adjoint=adjoint, vjp=vjp, **more)
+    least = torch.full((), floor, dtype=torch.float32, device=state.device)
+    return bound.invert_compare(f, initial, least, adjoint, vjp, other, step, step)
 
 
 @relax.register_fake
 @invert.register_fake
 @invert_adjoint.register_fake
-def _(*args: object) -> None:
+def _(*args: object, **settings: object) -> None:
     return None
 
 
 @invert_compare.register_fake
-def _(state: Tensor, f: Tensor, initial: Tensor, adjoint: Tensor, vjp: Tensor, beta: float) -> Tensor:
-    return state.new_empty((2, chunk_count(state), LANES), dtype=torch.int32)
+def _(state: Tensor, *args: object, **settings: object) -> Tensor:
+    return state.new_empty((chunk_count(state), LANES), dtype=torch.int32)
 
 
 @relax_norms.register_fake
-def _(state: Tensor, f: Tensor, copy: Tensor, beta: float) -> Tensor:
+def _(state: Tensor, *args: object, **settings: object) -> Tensor:
     return state.new_empty((2, chunk_count(state), LANES))
+
+
+def _step(beta: float, gamma: float) -> Coefficients:
+    if not 0 < beta < 2 or beta == 1:
+        raise ValueError(f"beta is {beta}: it must be in (0, 2) and not 1, where the step has no inverse")
+    if not 0 < gamma < 2:
+        raise ValueError(f"gamma is {gamma}: it must be in (0, 2), where 1 is the paper's iteration")
+    return Coefficients.rounded(beta, gamma)
+
+
+def _read(step: Coefficients, x: Tensor | None, name: str = "read") -> dict[str, Tensor]:
+    if step.c == 0:
+        return {}
+    if x is None:
+        what = {"read": "what f was given", "other": "the adjoint of the other state"}[name]
+        raise ValueError(f"{name} is None: where gamma is not 1 it must be {what}")
+    return {name: x}
 
 
 def _check_adjoint(state: Tensor, copy: Tensor, adjoint: Tensor, vjp: Tensor) -> None:
@@ -89,14 +138,12 @@ def _check_adjoint(state: Tensor, copy: Tensor, adjoint: Tensor, vjp: Tensor) ->
         raise ValueError(f"adjoint has strides {adjoint.stride()}: it must be laid out like state, {state.stride()}")
 
 
-def _bind(state: Tensor, copy: Tensor, beta: float, name: str = "copy", **others: Tensor) -> HalfStep:
+def _bind(state: Tensor, copy: Tensor, **others: Tensor) -> half_step.HalfStep:
     if state.dtype != torch.float64:
         raise TypeError(f"state is {state.dtype}: it must be torch.float64")
-    if not 0 < beta < 2 or beta == 1:
-        raise ValueError(f"beta is {beta}: it must be in (0, 2) and not 1, where the step has no inverse")
     if not torch.ops.aten.is_non_overlapping_and_dense(state):
         raise ValueError(f"state has shape {tuple(state.shape)} and strides {state.stride()}: it must be dense")
-    for key, x in {"state": state, name: copy, **others}.items():
+    for key, x in {"state": state, "copy": copy, **others}.items():
         if x.shape != state.shape or x.device != state.device:
             raise ValueError(
                 f"{key} has shape {tuple(x.shape)} on {x.device}: it must be shaped like state, "
@@ -107,5 +154,5 @@ def _bind(state: Tensor, copy: Tensor, beta: float, name: str = "copy", **others
         if x.requires_grad:  # within an operator torch.is_grad_enabled() is always false
             raise ValueError(f"{key} requires a gradient, which does not flow through a half-step: use {key}.detach()")
     if copy.stride() != state.stride() and copy.numel() > 1:
-        raise ValueError(f"{name} has strides {copy.stride()}: it must be laid out like state, {state.stride()}")
-    return half_step(state.device)(state, copy, beta)
+        raise ValueError(f"copy has strides {copy.stride()}: it must be laid out like state, {state.stride()}")
+    return half_step_for(state.device)(state, copy)

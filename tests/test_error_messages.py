@@ -24,8 +24,8 @@ import revdeq
 from revdeq import kernels
 from revdeq.examples import ddp, needs
 from revdeq.kernels import backends, cpu, exact, operators
-from revdeq.models import LanguageModel, MultiScale, SingleScale, Transformer
-from revdeq.training import checkpoint, record
+from revdeq.models import LanguageModel, MultiScale, PuzzleModel, SingleScale, Transformer
+from revdeq.training import checkpoint, data, record
 from revdeq.training.checkpoint import CheckpointError
 from revdeq.training.data import DataError, cifar10, download, encoding, wikitext
 from revdeq.training.presets import SettingError, configured, parsed
@@ -63,7 +63,7 @@ NO_WAY_BACK = (
 
 
 TRANSFORMED = (
-    "inside a transform of torch.func (grad, vmap, ...), which solve cannot be: call it outside, with a batch "
+    "solve is inside a transform of torch.func (grad, vmap, ...), which it cannot be: call it outside, with a batch "
     "dimension in place of vmap and with autograd in place of grad"
 )
 
@@ -382,13 +382,17 @@ MODELS = [
      "50 channels (channels, or width times channels) cannot be split into 3 groups for GroupNorm: use a multiple of "
      "16, or fewer than 32"),
     ("an unknown form", making(SingleScale, form="code"), ValueError,
-     "form = 'code' must be 'paper', as printed, or 'authors', as in the authors' code"),
+     "form = 'code' must be one of 'paper' (as printed), 'authors' (as in the authors' code)"),
+    ("a puzzle in three dimensions", making(PuzzleModel, dimensions=3), ValueError,
+     "dimensions = 3 must be 1, for strings, or 2, for images"),
+    ("one puzzle", lambda: PuzzleModel(channels=8)(torch.zeros(3, 5, 5)), ValueError,
+     "puzzles of shape (3, 5, 5): they must be a batch of shape (B, 3, H, W)"),
     ("an unknown solver", making(SingleScale, solver="newton"), ValueError,
      "solver = 'newton' must be one of 'reversible', 'stored', 'checkpointed', 'torchdeq'"),
     ("tol with the stored graph", making(SingleScale, solver="stored", tol=1e-3), ValueError,
      "tol = 0.001: solver = 'stored' takes all of its steps; use tol=None"),
     ("the exact state of others", making(SingleScale, solver="torchdeq", state="exact"), ValueError,
-     "state = 'exact' belongs to solver = 'reversible'; with 'torchdeq' use state='float64'"),
+     "state = 'exact' belongs to solver = 'reversible'; with 'torchdeq' leave it out"),
     ("too few for Anderson", making(SingleScale, solver="torchdeq", evaluations=2), ValueError,
      "evaluations = 2 must be at least 3: the first two start Anderson acceleration"),
     ("torchdeq is missing", without_torchdeq, ImportError,
@@ -463,6 +467,8 @@ SETTINGS = [
     ("lr is text", setting("lr=fast"), SettingError, "lr='fast': it must be float"),
     ("lr is negative", setting("lr=-1"), SettingError, "lr=-1: it must be larger than 0"),
     ("seed is negative", setting("seed=-1"), SettingError, "seed=-1: it must be 0 or larger"),
+    ("a range backwards", setting("steps=(20,5)"), SettingError,
+     "max_steps=(20, 5): a range is two integers of at least 1, the smaller one first"),
     ("seed is huge", setting("seed=99999999999999999999"), SettingError,
      "seed=99999999999999999999: it must be below 2**63"),
     ("an unknown device", lambda: Processes("tpu0"), SettingError,
@@ -490,7 +496,7 @@ class Files:
         return self.folder / name
 
 
-def images(name, content):
+def images(name, content, **settings):
     """CIFAR-10 with one batch replaced."""
 
     def run(files):
@@ -499,7 +505,7 @@ def images(name, content):
         (files.folder / f"{name.removesuffix('.bin')}.bin").unlink()
         if content is not None:
             files.put(name, content)
-        cifar10.Cifar10(files.folder)
+        cifar10.Cifar10(files.folder, **settings)
 
     return run
 
@@ -532,8 +538,8 @@ def unreachable(files, sent=None):
         body.__enter__.return_value = body
         body.read.side_effect = [sent, b""]
         answer = mock.patch("urllib.request.urlopen", return_value=body)
-    with mock.patch.dict(download.SOURCES, {"gpt2": (source,)}), answer:
-        download.fetch("gpt2", files.folder)
+    with answer:
+        download.fetch([source], files.folder)
 
 
 def saving(files):
@@ -620,6 +626,12 @@ FILES = [
      "FOLDER/last.pt is not a checkpoint of `python -m revdeq train` (format …)"),
     ("another model's checkpoint", other_weights, CheckpointError,
      "FOLDER/last.pt has the weights of another model: …size mismatch for weight…"),
+    ("no folder", lambda files: data.load("cifar10", None, {}), DataError,
+     "cifar10 is read from files: say with --data DIR in which folder they are"),
+    ("no image to train on", lambda files: images("data_batch_3.bin", bytes(cifar10.RECORD), held_out=1)(files),
+     DataError, "held_out=1: it must be none, or an integer from 2 to 5"),
+    ("a maze of one cell", lambda files: data.load("mazes", None, {"cells": 1}), DataError,
+     "cells=1: it must be an integer of at least 2"),
     ("a file where the run should be", lambda files: record.make_folder(files.put("run", b"")), CheckpointError,
      "--out FOLDER/run cannot be used as a folder: File exists"),
 ]  # fmt: skip

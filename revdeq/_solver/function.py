@@ -6,6 +6,7 @@ without one), under the settings it was first called under, with the tensors it 
 within a solve sees the same random draw: f with dropout is one function, with one mask, and has a fixed point.
 """
 
+import collections
 import contextlib
 import inspect
 from collections.abc import Callable
@@ -29,6 +30,9 @@ from .inputs import Inputs, Search, State, Substitution, alias
 from .sharded import Shards
 from .stateful import Buffers
 
+Evaluation = tuple[State, State]
+"""The leaves at which f was evaluated, and its outputs."""
+
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -40,16 +44,28 @@ class Function:
     inputs: what f depends on beside its state.
     shards: those of them that FSDP shards.
     run: f, or in the backward pass what stands in for it.
+    kept: the last evaluations, with their graphs, if any are to be kept. The first one never is: what it depends on
+        can be told only when its graph is gone.
     """
 
     def __init__(
-        self, f: Callable[..., Any], state_spec: TreeSpec, args: tuple[Any, ...], device: torch.device
+        self,
+        f: Callable[..., Any],
+        state_spec: TreeSpec,
+        args: tuple[Any, ...],
+        device: torch.device,
+        keep: int = 0,
+        reads_again: bool = False,
+        first_only: bool = False,
     ) -> None:
+        """With `reads_again`, what f read is needed after it: it must not change it in place. With `first_only`, the
+        other evaluations need no graph, because none of them will be repeated."""
         self.f, self.state_spec, self._state_is_a_tensor = f, state_spec, state_spec.is_leaf()
         self.graph = torch.is_grad_enabled()
         self.settings, self.draw = Settings(device), Draw(device)
         self.arguments = Arguments(args)
-        self._changes_its_input = False
+        self._changes_its_input, self._reads_again, self._first_only = False, reads_again, first_only
+        self.kept: collections.deque[Evaluation] = collections.deque(maxlen=keep)
         self.run: Callable[..., Any] = f
         self.shards = Shards()
         # What an outer solve has put in the place of captured tensors, and the tensors of a module, which may have been
@@ -64,27 +80,43 @@ class Function:
 
     def first(self, state: State) -> State:
         """f's outputs, without a graph, for the first time, when its dependencies can be seen as they enter."""
-        buffers, versions = Buffers(self.f), self.arguments.versions()
+        versions = self.arguments.versions()
         leaves = [alias(x) if self.graph else x.detach() for x in state]
         self.search.begin()
-        with self.draw, contextlib.nullcontext() if is_compiled(self.f) else self.search:
+        with Buffers(self.f), self.draw, contextlib.nullcontext() if is_compiled(self.f) else self.search:
             try:
                 outputs = self._call(_disguise(leaves) if self.graph else leaves)
             except TypeError as error:
-                raise self._wrong_signature(error) or error from None
+                if (wrong := self._wrong_signature(error)) is not None:
+                    raise wrong from None
+                raise
         values = self._noted(leaves, outputs)
-        self._changes_its_input = self.graph and any(x._version > 0 for x in state)
-        buffers.check()
+        self._changes_its_input = any(x.is_inference() or x._version > 0 for x in state)
+        if self._changes_its_input and self._reads_again:
+            values = [x.clone() for x in values]  # one of them may be the input
         self.arguments.refuse_changes(versions)
         return values
 
-    def value(self, state: State) -> State:
-        """f's outputs; the graph, if there was one, is gone."""
-        leaves, outputs = self.evaluate(state)
+    @property
+    def changes_its_input(self) -> bool:
+        """Whether the first evaluation changed what f reads in place, or may have."""
+        return self._changes_its_input
+
+    def value(self, state: State, keep: bool = False) -> State:
+        """f's outputs. With `keep`, the graph is kept; otherwise, if there was one, it is gone."""
+        if self._first_only:
+            with torch.no_grad():
+                return [x.detach() for x in self.evaluate(state)[1]]
+        keep = keep and self.graph
+        leaves, outputs = self.evaluate([x.clone() for x in state] if keep else state)
+        if keep:
+            self.kept.append((leaves, outputs))
         return self._noted(leaves, outputs)
 
-    def evaluate(self, state: State) -> tuple[State, State]:
+    def evaluate(self, state: State) -> Evaluation:
         """The leaves at which f is evaluated, and its outputs, with the graph between them if there is one."""
+        if self._changes_its_input and self._reads_again:
+            state = [x.clone() for x in state]
         leaves = [x.detach().requires_grad_(self.graph) for x in state]
         self.search.begin()
         with self.draw:
@@ -92,13 +124,15 @@ class Function:
 
     def release(self) -> None:
         """Forget the tensors: there will be no other backward pass."""
-        del self.inputs, self.arguments, self.search, self.modes, self.module_tensors
+        del self.inputs, self.arguments, self.search, self.modes, self.module_tensors, self.kept
 
     def _noted(self, leaves: State, outputs: State) -> State:
         values = [x.detach() for x in outputs]
         if self.graph:
             unknown = self.inputs.note(self.search.reached_from(leaves, outputs))
             if unknown:
+                if self.kept and self.kept[-1][1] is outputs:
+                    self.kept.pop()
                 outputs.clear()  # and with them the graph
                 self.inputs.adopt(unknown)
         return values

@@ -93,6 +93,10 @@ class Inputs:
         self._last_found, self._last_reached = keys, frozenset([self._index[key] for key in keys])
         self._reached[-1] = self._last_reached
 
+    def in_graph(self, index: int) -> Tensor:
+        """The tensor that stands for one of `tensors` in the graphs of the forward pass."""
+        return self._aliases[index] if index < len(self._aliases) else self.tensors[index]
+
     def by_evaluation(self) -> list[frozenset[int]]:
         """Which of `tensors` each evaluation depends on, as their indices."""
         return list(self._reached)

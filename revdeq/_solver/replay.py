@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import monitor
+from .. import _device
 from .function import Function, module_tensors
 from .inputs import Kept, Search, State, Substitution, Unreachable, alias
 
@@ -23,10 +23,12 @@ OTHER_TENSORS = (
 
 
 class Replay:
-    """The evaluations of one backward pass, from the last to the first."""
+    """The evaluations of one backward pass, from the last to the first. What was kept is not evaluated again."""
 
-    def __init__(self, function: Function) -> None:
-        self._function = function
+    def __init__(self, function: Function, keep_graph: bool = False) -> None:
+        """With `keep_graph`, there may be another backward pass."""
+        self._function, self._keep_graph = function, keep_graph
+        self._kept = list(function.kept)
         self._inputs = function.inputs.tensors
         self._reached = function.inputs.by_evaluation()
         self._by: dict[int, tuple[int, Tensor]] = {}  # by the id of a tensor: its index among the inputs, and itself
@@ -45,6 +47,7 @@ class Replay:
         before = function.run, function.search
         if swapped or any(map(_needs_alias, captured)):
             targets += enumerate(self._use_aliases(captured), split)
+            self._kept = []  # their graphs lead to the tensors themselves
         self._by = {id(x): (i, x) for i, x in targets}
         torch.clear_autocast_cache()
         function.search = Search(captured)
@@ -63,10 +66,13 @@ class Replay:
         self, state: State, seeds: State, by_state: bool = True
     ) -> tuple[State, list[Tensor | None], list[Tensor | None]]:
         """f's outputs, and the products of the seeds with its Jacobians by the state and by `function.inputs`."""
-        leaves, outputs = self._function.evaluate(state)
         expected = self._reached.pop()
         unknown: list[weakref.ref[Tensor]] = []
-        if self._usual is None:
+        kept = bool(self._kept)
+        leaves, outputs = self._kept.pop() if kept else self._function.evaluate(state)
+        if kept:
+            by = [(i, self._function.inputs.in_graph(i)) for i in expected]
+        elif self._usual is None:
             by, unknown = self._reached_again(leaves, outputs, expected)
         else:
             by = [self._usual[i] for i in expected]
@@ -74,8 +80,9 @@ class Replay:
         sources = [i for i, x in enumerate(outputs) if x.requires_grad]
         products: Sequence[Tensor | None] = [None] * len(targets)
         if sources and targets:
-            products = self._run_backward([outputs[i] for i in sources], [seeds[i] for i in sources], targets)
-        if self._usual is not None and any(x is None for x in products[len(targets) - len(by) :]):
+            sources_seeds = [seeds[i] for i in sources]
+            products = self._run_backward([outputs[i] for i in sources], sources_seeds, targets, kept)
+        if not kept and self._usual is not None and any(x is None for x in products[len(targets) - len(by) :]):
             _, unknown = self._reached_again(leaves, outputs, expected)
         by_inputs: list[Tensor | None] = [None] * len(self._inputs)
         for (i, _), product in zip(by, products[len(targets) - len(by) :], strict=True):
@@ -89,7 +96,13 @@ class Replay:
                 raise RuntimeError(OTHER_TENSORS)
         return values, by_leaves, by_inputs
 
-    def _run_backward(self, outputs: State, seeds: State, targets: State) -> Sequence[Tensor | None]:
+    def linearise(self, state: State) -> "Linearisation":
+        """f at a state, with its graph, for any number of products."""
+        leaves, outputs = self._function.evaluate(state)
+        by, _ = self._reached_again(leaves, outputs, self._reached[0])
+        return Linearisation(leaves, outputs, by, len(self._inputs))
+
+    def _run_backward(self, outputs: State, seeds: State, targets: State, kept: bool) -> Sequence[Tensor | None]:
         """The seeds are the solver's own adjoints. A hook or a custom function in f that changes its gradient in place
         would change them: after the first product it is known whether that happens."""
         if self._f_spares_seeds:
@@ -98,10 +111,7 @@ class Replay:
         else:
             given = [s.to(out.dtype, copy=True) for s, out in zip(seeds, outputs, strict=True)]
             versions = [s._version for s in given]
-        # What torch.autograd.grad calls, which spends 30 us on checks that cannot fail here.
-        products = _engine.run_backward(
-            tuple(outputs), tuple(given), False, False, tuple(targets), allow_unreachable=True, accumulate_grad=False
-        )
+        products = _run_engine(outputs, given, targets, kept and self._keep_graph)
         if self._f_spares_seeds is None:
             self._f_spares_seeds = versions == [s._version for s in given] and all(map(_equal, given, seeds))
         elif self._f_spares_seeds and versions != [s._version for s in seeds]:
@@ -147,9 +157,43 @@ class Replay:
         return [aliases[id(x)] for x in captured]
 
 
+class Linearisation:
+    """The Jacobians of f at one state, as products with seeds."""
+
+    def __init__(self, leaves: State, outputs: State, by: list[tuple[int, Tensor]], size: int) -> None:
+        self._leaves, self._by, self._size = leaves, by, size
+        self._sources = [i for i, x in enumerate(outputs) if x.requires_grad]
+        self._outputs = [outputs[i] for i in self._sources]
+
+    def by_state(self, seeds: State) -> list[Tensor | None]:
+        return list(self._products(seeds, self._leaves, keep_graph=True))
+
+    def by_inputs(self, seeds: State) -> list[Tensor | None]:
+        """The last product: the graph is gone afterwards."""
+        products: list[Tensor | None] = [None] * self._size
+        for (i, _), product in zip(self._by, self._products(seeds, [x for _, x in self._by], False), strict=True):
+            so_far = products[i]
+            products[i] = product if so_far is None else so_far if product is None else so_far + product
+        return products
+
+    def _products(self, seeds: State, targets: State, keep_graph: bool) -> Sequence[Tensor | None]:
+        if not self._outputs or not targets:
+            return [None] * len(targets)
+        # The seeds are copied: a hook in f may change its gradient in place.
+        given = [seeds[i].to(x.dtype, copy=True) for i, x in zip(self._sources, self._outputs, strict=True)]
+        return _run_engine(self._outputs, given, targets, keep_graph)
+
+
+def _run_engine(outputs: State, seeds: State, targets: State, keep_graph: bool) -> Sequence[Tensor | None]:
+    """What torch.autograd.grad calls, which spends 30 us on checks that cannot fail here."""
+    return _engine.run_backward(
+        tuple(outputs), tuple(seeds), keep_graph, False, tuple(targets), allow_unreachable=True, accumulate_grad=False
+    )
+
+
 def _equal(given: Tensor, seed: Tensor) -> bool:
     """Also after a change that autograd does not count, unless a look would wait for the device."""
-    return not monitor.can_look(seed) or torch.equal(given, seed.to(given.dtype))
+    return not _device.can_look(seed) or torch.equal(given, seed.to(given.dtype))
 
 
 def _needs_alias(x: Tensor) -> bool:

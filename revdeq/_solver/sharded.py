@@ -21,6 +21,7 @@ class Shards:
     def __init__(self) -> None:
         """To be made before f is evaluated: what FSDP has gathered by then, it has gathered around the solve."""
         self._states = [state for state in _states() if state._training_state.name == "IDLE"]
+        self._uses = [(group, len(group._post_forward_indices)) for state in self._states for group in _groups(state)]
 
     def among(self, tensors: Sequence[Tensor]) -> dict[int, tuple[Any, Any]]:
         """By the indices of these tensors: FSDP's state and group of parameters."""
@@ -43,9 +44,10 @@ class Shards:
         exchanged = {id(getattr(p, name, None)) for p in parameters for name in ("sharded_param", "_unsharded_param")}
         return {name: x for name, x in named.items() if id(x) not in exchanged}
 
-    def refuse_tolerance(self, tensors: Sequence[Tensor]) -> None:
-        for _, group in self.among(tensors).values():
-            if group.mesh_info.mesh.size() > 1:
+    def refuse_tolerance(self) -> None:
+        """To be called after the first evaluation, when it is known what FSDP has gathered for it."""
+        for group, uses in self._uses:
+            if len(group._post_forward_indices) > uses and group.mesh_info.mesh.size() > 1:
                 raise ValueError(
                     "tol with an f that fully_shard has sharded over several processes would not end: they would stop "
                     "after different numbers of steps, and each step needs all of them. Use tol=None, or shard the "

@@ -5,8 +5,8 @@ BatchNorm in a function that was compiled, is noticed after the first evaluation
 that f can get at, through closures, partials, bound methods and compiled functions. They get their values back.
 """
 
+import collections
 import functools
-import inspect
 import itertools
 import types
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def refuse_running_statistics(func: Any, args: Any, kwargs: Any) -> None:
 
 
 class Buffers:
-    """Notices when an evaluation changes a buffer that f can get at."""
+    """Around the first evaluation: notices when it changes a buffer that f can get at."""
 
     def __init__(self, f: Any) -> None:
         self._before: list[tuple[str, Tensor, int, Tensor | None]] = []
@@ -47,24 +47,26 @@ class Buffers:
                         copy = x.clone() if module.training and x.numel() <= _COPIED else None
                         self._before.append((f"{path}.{name}" if path else name, x, x._version, copy))
 
-    def check(self) -> None:
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, *exception: object) -> None:
         changed = [row for row in self._before if row[1]._version != row[2]]
-        if not changed:
-            return
         with torch.no_grad():
             for _, buffer, _, copy in changed:
                 if copy is not None:
                     buffer.copy_(copy)
-        raise RuntimeError(f"f changes its buffers {', '.join(name for name, *_ in changed)}, which {STATEFUL}")
+        if changed and kind is None:
+            raise RuntimeError(f"f changes its buffers {', '.join(name for name, *_ in changed)}, which {STATEFUL}")
 
 
 def modules_of(f: Any) -> list[nn.Module]:
     """The outermost modules that f can get at: itself, or those that it closes over, is bound to or was made from."""
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
-    left = [f]
+    left = collections.deque([f])  # what is near comes first
     while left and len(seen) < _VISITED:
-        x = left.pop()
+        x = left.popleft()
         if id(x) in seen:
             continue
         seen.add(id(x))
@@ -77,9 +79,11 @@ def modules_of(f: Any) -> list[nn.Module]:
 
 def _held_by(x: Any) -> Iterator[Any]:
     """What a callable or a container holds that may lead to a module."""
-    if isinstance(x, types.FunctionType):
-        x = inspect.unwrap(x)
-        yield getattr(x, "_torchdynamo_orig_callable", None)
+    if hasattr(x, "_torchdynamo_orig_callable"):
+        yield x._torchdynamo_orig_callable
+    elif isinstance(x, types.FunctionType):
+        if x.__module__.split(".")[0] == "torch":
+            return
         for cell in x.__closure__ or ():
             try:
                 yield cell.cell_contents

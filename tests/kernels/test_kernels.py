@@ -9,11 +9,14 @@ import sys
 import pytest
 import torch
 
-from revdeq.kernels import cpu, reference
+from revdeq.kernels import Coefficients, cpu, reference
+from revdeq.kernels import half_step as base
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-CHUNK = reference.ROWS * reference.LANES
-BETA = torch.tensor(0.8, dtype=torch.float32).item()
+CHUNK = base.ROWS * base.LANES
+STEP = Coefficients.rounded(0.8)
+MIXED = Coefficients.rounded(0.8, 1.3)
+STEPS = pytest.mark.parametrize("step", [STEP, MIXED], ids=["gamma 1", "gamma 1.3"])
 
 
 def same_bits(a, b):
@@ -36,7 +39,8 @@ def wide_range(shape, dtype, device, seed=0):
 
 
 def tensors(shape, f_dtype, copy_dtype, device):
-    """state, f, an unwritten copy, adjoint and vjp. What a kernel fails to write shows as NaN."""
+    """state, f, an unwritten copy, adjoint, vjp, what f read, the other adjoint and the floor of a comparison. What a
+    kernel fails to write shows as NaN."""
     wide = torch.float64 if copy_dtype == torch.float64 else torch.float32
     return (
         wide_range(shape, torch.float64, device, seed=1),
@@ -44,70 +48,83 @@ def tensors(shape, f_dtype, copy_dtype, device):
         torch.full(shape, torch.nan, dtype=copy_dtype, device=device),
         wide_range(shape, wide, device, seed=3),
         wide_range(shape, copy_dtype, device, seed=4),
+        wide_range(shape, copy_dtype, device, seed=7),
+        wide_range(shape, wide, device, seed=8),
+        torch.tensor(1e-3, device=device),
     )
 
 
-def run(half_step, operation, state, f, copy, adjoint, vjp, beta):
+def run(half_step, operation, state, f, copy, adjoint, vjp, read, other, floor, step, adjoint_step=None):
     """What the operation leaves in state, copy and adjoint, and what it returns."""
     state, copy, adjoint = state.clone(), copy.clone(), adjoint.clone()
+    if step.c and not operation.startswith("relax"):
+        copy.copy_(read)  # until it is overwritten
+    steps = step, adjoint_step or step
     extra = {
-        "invert_adjoint": (adjoint, vjp),
-        "invert_compare": (vjp, adjoint, vjp),
-        "compare alone": (vjp, None, None),
-    }.get(operation, ())
+        "relax": (read if step.c else None, step),
+        "relax_norms": (read if step.c else None, step),
+        "invert": (step,),
+        "invert_adjoint": (adjoint, vjp, other, *steps),
+        "invert_compare": (vjp, floor, adjoint, vjp, other, *steps),
+        "compare alone": (vjp, floor, None, None, None, *steps),
+    }[operation]
     operation = "invert_compare" if operation == "compare alone" else operation
-    returned = getattr(half_step(state, copy, beta), operation)(f, *extra)
+    returned = getattr(half_step(state, copy), operation)(f, *extra)
     return [state, copy, adjoint, *([] if returned is None else [returned])]
 
 
 OPERATIONS = ("relax", "relax_norms", "invert", "invert_adjoint", "invert_compare", "compare alone")
 
 
+@STEPS
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_threads_change_no_bit(operation):
+def test_threads_change_no_bit(operation, step):
     """Above 2^15 elements, the C kernel shares its chunks among threads."""
     if cpu.library is None:
         pytest.skip("the C kernel was not built: no C compiler")
     case = tensors((2**16 + 131,), torch.float32, torch.float32, torch.device("cpu"))
-    expected = run(reference.HalfStep, operation, *case, BETA)
+    expected = run(reference.HalfStep, operation, *case, step)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            for result, reference_result in zip(run(cpu.HalfStep, operation, *case, BETA), expected, strict=True):
+            for result, reference_result in zip(run(cpu.HalfStep, operation, *case, step), expected, strict=True):
                 same_bits(result, reference_result)
     finally:
         torch.set_num_threads(before)
 
 
+@STEPS
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(("f_dtype", "copy_dtype"), [*itertools.product(DTYPES, DTYPES)])
-def test_bits_equal_the_reference_for_every_pair_of_dtypes(half_step, operation, f_dtype, copy_dtype):
+def test_bits_equal_the_reference_for_every_pair_of_dtypes(half_step, operation, f_dtype, copy_dtype, step):
     half_step, device = half_step
     case = tensors((2 * CHUNK + 131,), f_dtype, copy_dtype, device)
-    expected = run(reference.HalfStep, operation, *case, BETA)
-    for result, reference_result in zip(run(half_step, operation, *case, BETA), expected, strict=True):
+    expected = run(reference.HalfStep, operation, *case, step)
+    for result, reference_result in zip(run(half_step, operation, *case, step), expected, strict=True):
         same_bits(result, reference_result)
 
 
+@STEPS
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 17, 255, 256, 257, CHUNK - 1, CHUNK, CHUNK + 1, 40_001])
-def test_bits_equal_the_reference_for_every_size(half_step, operation, n):
+def test_bits_equal_the_reference_for_every_size(half_step, operation, n, step):
     half_step, device = half_step
     case = tensors((n,), torch.float32, torch.float32, device)
-    expected = run(reference.HalfStep, operation, *case, BETA)
-    for result, reference_result in zip(run(half_step, operation, *case, BETA), expected, strict=True):
+    expected = run(reference.HalfStep, operation, *case, step)
+    for result, reference_result in zip(run(half_step, operation, *case, step), expected, strict=True):
         same_bits(result, reference_result)
 
 
+@pytest.mark.parametrize("gamma", [1.0, 0.7])
 @pytest.mark.parametrize("beta", [0.1, 0.5, 2 / 3, 0.75, 0.9, 0.95, 1.2, 1.9])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_bits_equal_the_reference_for_every_beta(half_step, operation, beta):
+def test_bits_equal_the_reference_for_every_beta(half_step, operation, beta, gamma):
     half_step, device = half_step
-    beta = torch.tensor(beta, dtype=torch.float32).item()
+    step = Coefficients.rounded(beta, gamma)
     case = tensors((1000,), torch.float32, torch.float32, device)
-    expected = run(reference.HalfStep, operation, *case, beta)
-    for result, reference_result in zip(run(half_step, operation, *case, beta), expected, strict=True):
+    expected = run(reference.HalfStep, operation, *case, step)
+    for result, reference_result in zip(run(half_step, operation, *case, step), expected, strict=True):
         same_bits(result, reference_result)
 
 
@@ -120,15 +137,16 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("f_layout", LAYOUTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
+@STEPS
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_layouts_do_not_change_the_values(half_step, operation, layout, f_layout):
+def test_layouts_do_not_change_the_values(half_step, operation, layout, f_layout, step):
     half_step, device = half_step
     case = tensors((3, 5, 7, 11), torch.float32, torch.float32, device)
-    expected = run(reference.HalfStep, operation, *case, BETA)
-    state, f, copy, adjoint, vjp = case
-    state, copy, adjoint = (LAYOUTS[layout](x) for x in (state, copy, adjoint))
+    expected = run(reference.HalfStep, operation, *case, step)
+    state, f, copy, adjoint, vjp, read, other, floor = case
+    state, copy, adjoint, read, other = (LAYOUTS[layout](x) for x in (state, copy, adjoint, read, other))
     f, vjp = LAYOUTS[f_layout](f), LAYOUTS[f_layout](vjp)
-    results = run(half_step, operation, state, f, copy, adjoint, vjp, BETA)
+    results = run(half_step, operation, state, f, copy, adjoint, vjp, read, other, floor, step)
     for result, reference_result in zip(results[:3], expected[:3], strict=True):
         assert result.stride() == state.stride()
         same_bits(result.contiguous(), reference_result)
@@ -142,24 +160,25 @@ def test_an_output_of_f_need_not_be_dense(half_step):
     for f in strange.values():
         part = tuple(slice(0, k) for k in f.shape)
         expected, result = state[part].clone(), state[part].clone()
-        reference.relax(expected, f, copy[part].clone(), BETA)
-        half_step(result, copy[part].clone(), BETA).relax(f)
+        reference.relax(expected, f, None, copy[part].clone(), STEP)
+        half_step(result, copy[part].clone()).relax(f, None, STEP)
         same_bits(result, expected)
 
 
 def test_conversions_round_as_torch_does(half_step):
     """Every bit pattern of the 16-bit dtypes goes in, and every halfway case between two of them comes out."""
     half_step, device = half_step
+    half = Coefficients.rounded(0.5)
     for dtype in (torch.float16, torch.bfloat16):
         every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
         state = torch.zeros(every.shape, dtype=torch.float64, device=device)
-        half_step(state, every.clone(), 0.5).relax(every)
+        half_step(state, every.clone()).relax(every, None, half)
         same_bits(state, 0.5 * torch.zeros_like(state) + 0.5 * every.double())
         finite = every[every.isfinite()].double().sort().values
         between = torch.cat([(finite[1:] + finite[:-1]) / 2 * (1 + s * 2.0**-30) for s in (-1, 0, 1)])
         between = torch.cat([between, finite.max() * torch.tensor([1.001, 1.01, 1e6], device=device)])
         copy = torch.empty(between.shape, dtype=dtype, device=device)
-        half_step(between * 2, copy, 0.5).relax(torch.zeros_like(between))
+        half_step(between * 2, copy).relax(torch.zeros_like(between), None, half)
         same_bits(copy, between.to(dtype))
 
 
@@ -168,26 +187,27 @@ def test_not_finite_values_pass_through(half_step):
     special = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e300, 3e38, 0.0], dtype=torch.float64, device=device)
     for dtype in DTYPES:
         f = special.to(dtype)
-        case = (special.clone(), f, torch.zeros_like(f), *(torch.zeros_like(f, dtype=torch.float32) for _ in range(2)))
-        expected = run(reference.HalfStep, "relax", *case, BETA)
-        for result, reference_result in zip(run(half_step, "relax", *case, BETA), expected, strict=True):
+        zeros = torch.zeros_like(f, dtype=torch.float32)
+        case = (special.clone(), f, torch.zeros_like(f), zeros, zeros, special.to(dtype), zeros, torch.ones(()))
+        expected = run(reference.HalfStep, "relax", *case, STEP)
+        for result, reference_result in zip(run(half_step, "relax", *case, STEP), expected, strict=True):
             same_bits(result, reference_result)
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.75, 0.8, 0.9, 1.2])
 def test_step_and_inverse_are_inverse_to_each_other(half_step, beta):
     half_step, device = half_step
-    beta = torch.tensor(beta, dtype=torch.float32).item()
+    step = Coefficients.rounded(beta)
     start = wide_range((5000,), torch.float32, device, seed=5).double()
     f = wide_range((5000,), torch.float32, device, seed=6)
     state, copy = start.clone(), torch.empty_like(f)
-    bound = half_step(state, copy, beta)
-    bound.relax(f)
-    bound.invert(f)
+    bound = half_step(state, copy)
+    bound.relax(f, None, step)
+    bound.invert(f, step)
     # One rounding of the product and one of the sum, each half a unit in the last place of what is rounded,
     # and divided by a on the way back; the inverse adds three roundings of its own.
-    a = abs(1 - beta)
-    largest = torch.maximum(a * start.abs(), (beta * f.double()).abs())
+    a = abs(step.a)
+    largest = torch.maximum(a * start.abs(), (step.b * f.double()).abs())
     bound = 4 * 2.0**-52 * (largest / a + start.abs())
     assert ((state - start).abs() <= bound).all()
     # so that what f reads is the same to the last bit wherever f does not dwarf the state
@@ -202,12 +222,71 @@ def test_the_step_computes_both_equations_by_hand(half_step):
     state = torch.tensor([2.0], dtype=torch.float64, device=device)
     copy, f = torch.zeros(1, device=device), torch.tensor([4.0], device=device)
     adjoint, vjp = torch.tensor([8.0], device=device), torch.tensor([4.0], device=device)
-    bound = half_step(state, copy, 0.75)
-    partial = bound.relax_norms(f)
+    bound, step = half_step(state, copy), Coefficients(0.25, 0.75)
+    partial = bound.relax_norms(f, None, step)
     assert (state.item(), copy.item()) == (3.5, 3.5)
     assert partial.sum((1, 2)).tolist() == [1.5**2, 3.5**2]
-    bound.invert_adjoint(f, adjoint, vjp)
+    bound.invert_adjoint(f, adjoint, vjp, None, step, step)
     assert (state.item(), copy.item(), adjoint.item()) == (2.0, 2.0, 5.0)
+
+
+def test_two_coefficients_by_hand(half_step):
+    """beta = .75 and gamma = 2/3: y' = .25 * 2 + .5 * 4 + .25 * 12 = 5.5, and back (5.5 - 5) / .25 = 2. The adjoint,
+    with coefficients of its own: .5 * 8 + 1 * 4 + 2 * 3 = 14."""
+    half_step, device = half_step
+    state = torch.tensor([2.0], dtype=torch.float64, device=device)
+    copy, f, read, adjoint, vjp, other = (torch.tensor([x], device=device) for x in (0.0, 4.0, 12.0, 8.0, 4.0, 3.0))
+    bound, step = half_step(state, copy), Coefficients(0.25, 0.5, 0.25)
+    bound.relax(f, read, step)
+    assert (state.item(), copy.item()) == (5.5, 5.5)
+    copy.copy_(read)
+    bound.invert_adjoint(f, adjoint, vjp, other, step, Coefficients(0.5, 1.0, 2.0))
+    assert (state.item(), copy.item(), adjoint.item()) == (2.0, 2.0, 14.0)
+
+
+def test_coefficients_may_change_from_step_to_step(half_step):
+    """Of the state, of the adjoint, and whether there is a c, in one bound half-step."""
+    half_step, device = half_step
+    case = tensors((1000,), torch.float32, torch.float32, device)
+    steps = [Coefficients.rounded(b, g) for b, g in ((0.5, 1.0), (0.8, 1.3), (0.8, 1.0), (1.2, 0.6))]
+
+    def sequence(half_step):
+        state, f, copy, adjoint, vjp, read, other, floor = (x.clone() for x in case)
+        bound = half_step(state, copy)
+        for step in steps:
+            bound.relax(f, read, step)
+        for step, adjoint_step in zip(reversed(steps), steps, strict=True):
+            copy.copy_(read)
+            bound.invert_adjoint(f, adjoint, vjp, other, step, adjoint_step)
+        return [state, copy, adjoint, bound.invert_compare(f, read, floor, None, None, None, steps[1], steps[0])]
+
+    for result, expected in zip(sequence(half_step), sequence(reference.HalfStep), strict=True):
+        same_bits(result, expected)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.5, 1.3, 1.9])
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.8, 1.2, 1.9])
+def test_coefficients_are_numbers_of_float32_that_add_up_to_one(beta, gamma):
+    step = Coefficients.rounded(beta, gamma)
+    assert all(torch.tensor(x, dtype=torch.float32).item() == x for x in (step.b, step.c))
+    assert step.a + (step.b + step.c) == 1
+    assert step.beta == pytest.approx(beta, rel=2**-22) and step.gamma == pytest.approx(gamma, rel=2**-22)
+    if gamma == 1:
+        assert step == Coefficients(1 - step.b, torch.tensor(beta, dtype=torch.float32).item(), 0.0)
+
+
+def test_an_error_is_judged_on_its_own_size_and_on_no_less_than_the_floor(half_step):
+    """State 1e3, 1, 1e-9 and 0, each off by 1e-3, with a floor of .1: ratios 1e-6, 1e-3, 1e-2 and 1e-2."""
+    half_step, device = half_step
+    state = torch.tensor([1e3, 1.0, 1e-9, 0.0], dtype=torch.float64, device=device)
+    step, f = Coefficients(0.5, 0.5), torch.zeros(4, device=device)
+    initial = (2 * state + 1e-3).float()
+    worst = half_step(state, f.clone()).invert_compare(
+        f, initial, torch.tensor(0.1, device=device), None, None, None, step, step
+    )
+    assert worst.shape == (1, base.LANES)
+    ratios = worst.view(torch.float32)[0, :4].cpu()
+    torch.testing.assert_close(ratios, torch.tensor([1e-6, 1e-3, 1e-2, 1e-2]), rtol=0.05, atol=0)
 
 
 def looped(window, total):
@@ -236,8 +315,9 @@ def test_more_than_two_to_the_31_elements_in_c():
     values = torch.frombuffer((ctypes.c_double * window).from_address(state), dtype=torch.float64)
     (ctypes.c_float * window).from_address(f)[:] = [1.0] * window
     beta = 2.0**-10
-    bound = cpu._Bound(state, copy, n, beta, cpu.CODE[torch.float32])
-    cpu.library.revdeq_relax(ctypes.addressof(bound), f, cpu.CODE[torch.float32], 1)
+    step = cpu.Packed(1 - beta, beta, 0)
+    bound = cpu.Bound(state, copy, n, step, step, cpu.CODE[torch.float32])
+    cpu.library.revdeq_relax(ctypes.addressof(bound), f, cpu.CODE[torch.float32], 1, None)
     steps = [0.0]
     for _ in range(513):
         steps.append((1 - beta) * steps[-1] + beta)

@@ -1,0 +1,136 @@
+/* What the half-steps of both states share: dtypes, chunks and threads, and the adjoint.
+ *
+ * Plain C, with neither Python's nor torch's headers: cpu.py loads the library with ctypes.
+ * Compile without contraction (-ffp-contract=off): a fused multiply-add would change the bits.
+ */
+#include <stdint.h>
+#include <string.h>
+
+#ifdef _MSC_VER
+#define API __declspec(dllexport)
+#define INLINE static __forceinline
+#else
+#define API __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+#endif
+
+/* The vector width is chosen when the library is loaded. Function multiversioning needs the
+ * loader's help (ifunc), which glibc has. It goes on the functions below the OpenMP regions:
+ * a region's body is outlined before the clones are made and would stay at the baseline. */
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__)
+#define CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+
+enum dtype { F64, F32, BF16, F16 };
+
+enum {
+    LANES = 256, /* as in half_step.py */
+    ROWS = 16,
+    CHUNK = LANES * ROWS,
+    SERIAL = 1 << 15, /* below this, waking a second thread costs more than it saves */
+};
+
+INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
+INLINE float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+
+/* Written as selects, not branches, so that the loops around them are vectorised. */
+INLINE float bfloat16_to_float(uint16_t h) { return float_of((uint32_t)h << 16); }
+
+INLINE uint16_t float_to_bfloat16(float x) {
+    uint32_t u = bits_of(x);
+    uint32_t nearest_even = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+    return (uint16_t)((u & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : nearest_even);
+}
+
+INLINE float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, magnitude = (uint32_t)(h & 0x7FFFu) << 13;
+    /* 2^112 moves the exponent bias from 15 to 127, and subnormals come out right. */
+    uint32_t finite = bits_of(float_of(magnitude) * 0x1p112f);
+    return float_of(sign | (magnitude >= 0x0F800000u ? magnitude | 0x7F800000u : finite));
+}
+
+INLINE uint16_t float_to_half(float x) {
+    uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7FFFFFFFu;
+    uint32_t normal = (magnitude - (112u << 23) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+    /* Adding 1/2 aligns a subnormal half's last bit with that of the sum, which rounds it. */
+    uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;
+    uint32_t special = magnitude > 0x7F800000u ? 0x7E00u : 0x7C00u;
+    uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
+    return (uint16_t)(sign | (magnitude >= 0x47800000u ? special : finite));
+}
+
+/* `type` is a constant wherever these are called, so each call is one conversion. */
+INLINE double load(const void *p, int64_t i, enum dtype type) {
+    switch (type) {
+    case F64: return ((const double *)p)[i];
+    case F32: return ((const float *)p)[i];
+    case BF16: return bfloat16_to_float(((const uint16_t *)p)[i]);
+    default: return half_to_float(((const uint16_t *)p)[i]);
+    }
+}
+
+INLINE void store(void *p, int64_t i, enum dtype type, double x) {
+    switch (type) {
+    case F64: ((double *)p)[i] = x; break;
+    case F32: ((float *)p)[i] = (float)x; break;
+    case BF16: ((uint16_t *)p)[i] = float_to_bfloat16((float)x); break;
+    default: ((uint16_t *)p)[i] = float_to_half((float)x); break;
+    }
+}
+
+INLINE void *at(const void *p, int64_t i, enum dtype type) {
+    return (char *)p + i * (type == F64 ? 8 : type == F32 ? 4 : 2);
+}
+
+/* Runs its last argument with `NAME` a compile-time constant equal to `type`. */
+#define CONSTANT(NAME, type, ...)                             \
+    switch (type) {                                           \
+    case F64: { const enum dtype NAME = F64; __VA_ARGS__; } break;    \
+    case F32: { const enum dtype NAME = F32; __VA_ARGS__; } break;    \
+    case BF16: { const enum dtype NAME = BF16; __VA_ARGS__; } break;  \
+    default: { const enum dtype NAME = F16; __VA_ARGS__; } break;     \
+    }
+
+/* Of a step y' = a y + b f(z) + c z. */
+typedef struct {
+    double a, b, c;
+} coefficients;
+
+/* adjoint = a adjoint + b vjp + c other. The adjoint is float64 where f reads float64 and float32 everywhere else, and
+ * is computed in its own precision. `other` may be NULL, where c is 0. */
+INLINE void update_adjoint(void *adjoint, const void *vjp, const void *other, int64_t i, coefficients k,
+                           enum dtype copy_type) {
+    if (copy_type == F64) {
+        double *x = (double *)adjoint, next = k.a * x[i] + k.b * ((const double *)vjp)[i];
+        x[i] = other ? next + k.c * ((const double *)other)[i] : next;
+    } else {
+        float *x = (float *)adjoint, next = (float)k.a * x[i] + (float)k.b * (float)load(vjp, i, copy_type);
+        x[i] = other ? next + (float)k.c * ((const float *)other)[i] : next;
+    }
+}
+
+/* The bits of |error| / max(|value|, floor), which are ordered like the numbers, with NaN above them all. */
+INLINE int32_t ratio_bits(float error, float value, float floor) {
+    uint32_t size = bits_of(value) & 0x7FFFFFFFu, least = bits_of(floor);
+    return (int32_t)(bits_of(error / float_of(size > least ? size : least)) & 0x7FFFFFFFu);
+}
+
+/* Calls CALL for every chunk [from, from + n) of the h->n elements. A parallel region with one thread would
+ * still cost 0.7 us, as much as 2,000 elements. */
+#define FOR_EACH_CHUNK(threads, CALL)                                                \
+    const int64_t chunks = (h->n + CHUNK - 1) / CHUNK;                               \
+    int64_t chunk;                                                                   \
+    if (threads < 2 || h->n < SERIAL)                                                \
+        for (chunk = 0; chunk < chunks; chunk++) ONE_CHUNK(CALL)                     \
+    else {                                                                           \
+        _Pragma("omp parallel for schedule(static) num_threads(threads)")            \
+        for (chunk = 0; chunk < chunks; chunk++) ONE_CHUNK(CALL)                     \
+    }
+
+#define ONE_CHUNK(CALL)                                                              \
+    {                                                                                \
+        const int64_t from = chunk * CHUNK, n = h->n - from < CHUNK ? h->n - from : CHUNK; \
+        CALL;                                                                        \
+    }

@@ -1,0 +1,349 @@
+/* The half-steps of the integer state on the CPU; reference_exact.py is their specification.
+ *
+ * A half-step and its inverse are one function, with p and d exchanged:
+ *
+ *     e = R mod from, R = floor(R / from)
+ *     T = sign (from Y + e) + weight F
+ *     Y = floor(T / to), R = R to + (T mod to)
+ *
+ * It runs on a row of LANES elements at a time, which stays in the first-level cache while f is converted before and
+ * Y after it: only these conversions know dtypes. */
+#include "common.h"
+
+/* `gamma`, and the coefficients of the adjoint, are those of the step that is taken. */
+typedef struct {
+    int64_t *state;
+    void *copy;
+    int64_t n;
+    coefficients adjoint;
+    double gamma;
+    int32_t sign, p, d, fraction_bits, copy_type;
+} exact_half_step;
+
+typedef struct {
+    int32_t from, to, sign, weight;
+} radix;
+
+INLINE radix there(const exact_half_step *h) { return (radix){h->p, h->d, h->sign, h->d - h->sign * h->p}; }
+INLINE radix back(const exact_half_step *h) { return (radix){h->d, h->p, h->sign, h->p - h->sign * h->d}; }
+INLINE double unit(const exact_half_step *h) { return 1.0 / (double)((int64_t)1 << h->fraction_bits); }
+
+INLINE uint64_t word_of(double x) { uint64_t u; memcpy(&u, &x, 8); return u; }
+INLINE double double_of(uint64_t u) { double x; memcpy(&x, &u, 8); return x; }
+
+/* A double plus ROUND is rounded to an integer, whose two's complement stands in the low bits. */
+#define ROUND 0x1.8p52
+#define LOW 0xFFFFFFFFu
+
+/* floor(x / n) = round(x / n + OFFSET(n)), for integers |x| < 2^42 and n <= 64 never near a tie. */
+#define OFFSET(n) ((0.5 - (n) / 2.0) / (n))
+
+/* The halves of a word as doubles, without leaving 64-bit lanes: the low bits of 2^52 + u are u. */
+INLINE double high(int64_t word) {
+    return double_of((uint64_t)word >> 32 ^ (word_of(0x1p52) | 0x80000000u)) - (0x1p52 + 0x1p31);
+}
+INLINE double low(int64_t word) { return double_of(((uint64_t)word & LOW) | word_of(0x1p52)) - 0x1p52; }
+
+/* One row, by doubles, which hold all of these integers exactly and are vectorised everywhere. Stores Y also in y;
+ * returns whether a Y did not fit into 32 bits, as only happens where sign < 0. */
+CLONES static int step_by_doubles(int64_t *state, const int32_t *f, int32_t *y, int64_t n, radix radix) {
+    const double from = radix.from, to = radix.to, sign = radix.sign, weight = radix.weight;
+    const double inverse_from = 1 / from, inverse_to = 1 / to;
+    uint64_t outside = 0;
+#pragma omp simd reduction(| : outside)
+    for (int64_t i = 0; i < n; i++) {
+        double r = low(state[i]), rest = (r * inverse_from + OFFSET(from)) + ROUND - ROUND;
+        double t = sign * (from * high(state[i]) + (r - rest * from)) + weight * f[i];
+        double next = (t * inverse_to + OFFSET(to)) + ROUND;
+        double remainder = rest * to + (t - (next - ROUND) * to);
+        outside |= word_of(next) - word_of(ROUND - 0x1p31);
+        state[i] = (int64_t)(word_of(next) << 32 | (word_of(remainder + ROUND) & LOW));
+        y[i] = (int32_t)(word_of(next) & LOW);
+    }
+    return outside >> 32 != 0;
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define AVX2 __attribute__((target("avx2")))
+
+/* The same with AVX2's product of the low halves of 64-bit lanes, which takes half the time and which no compiler
+ * finds by itself. n is a multiple of 8, and the flags are constant where this is called. With `floats`, f and copy
+ * are float32 and converted on the way, in float32: an f that does not fit becomes -2^31, which is not an f. */
+AVX2 INLINE int step_by_avx2(int64_t *state, const void *f, int32_t *y, float *copy, int64_t n, radix radix, float unit,
+                             const int floats, const int divide_first, const int divide_last, const int may_overflow) {
+    const __m256i from = _mm256_set1_epi64x(radix.from), to = _mm256_set1_epi64x(radix.to);
+    const __m256i factor = _mm256_set1_epi64x(radix.sign * radix.from), weight = _mm256_set1_epi64x(radix.weight);
+    const __m256i sign = _mm256_set1_epi64x(radix.sign), lowest = _mm256_castpd_si256(_mm256_set1_pd(ROUND - 0x1p31));
+    const __m256d inverse_from = _mm256_set1_pd(1.0 / radix.from), inverse_to = _mm256_set1_pd(1.0 / radix.to);
+    const __m256d offset_from = _mm256_set1_pd(OFFSET(radix.from)), offset_to = _mm256_set1_pd(OFFSET(radix.to));
+    const __m256d round = _mm256_set1_pd(ROUND), two_52 = _mm256_set1_pd(0x1p52);
+    const __m256i no_number = _mm256_set1_epi32(INT32_MIN);
+    __m256i outside = _mm256_setzero_si256(), bad = _mm256_setzero_si256();
+    for (int64_t i = 0; i < n; i += 8) {
+        __m256i eight, next[2];
+        if (floats) {
+            __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps((const float *)f + i), _mm256_set1_ps(1 / unit));
+            eight = _mm256_cvtps_epi32(scaled);
+            bad = _mm256_or_si256(bad, _mm256_cmpeq_epi32(eight, no_number));
+        } else {
+            eight = _mm256_loadu_si256((const __m256i *)((const int32_t *)f + i));
+        }
+        eight = _mm256_permute4x64_epi64(eight, 0xD8);
+        for (int half = 0; half < 2; half++) {
+            __m256i *p = (__m256i *)(state + i + 4 * half), word = _mm256_loadu_si256(p), rest = word;
+            __m256i four = half ? _mm256_unpackhi_epi32(eight, eight) : _mm256_unpacklo_epi32(eight, eight);
+            __m256i t = _mm256_add_epi64(_mm256_mul_epi32(_mm256_srli_epi64(word, 32), factor),
+                                         _mm256_mul_epi32(four, weight));
+            if (divide_first) {
+                __m256i r = _mm256_blend_epi32(word, _mm256_castpd_si256(two_52), 0xAA);
+                __m256d quotient = _mm256_mul_pd(_mm256_sub_pd(_mm256_castsi256_pd(r), two_52), inverse_from);
+                rest = _mm256_castpd_si256(_mm256_add_pd(_mm256_add_pd(quotient, offset_from), round));
+                __m256i e = _mm256_sub_epi64(word, _mm256_mul_epu32(rest, from));
+                t = _mm256_add_epi64(t, _mm256_mul_epi32(e, sign));
+            }
+            next[half] = t;
+            __m256i remainder = rest;
+            if (divide_last) {
+                __m256i sum = _mm256_add_epi64(t, _mm256_castpd_si256(round));
+                __m256d quotient = _mm256_mul_pd(_mm256_sub_pd(_mm256_castsi256_pd(sum), round), inverse_to);
+                next[half] = _mm256_castpd_si256(_mm256_add_pd(_mm256_add_pd(quotient, offset_to), round));
+                remainder = _mm256_add_epi64(_mm256_mul_epu32(rest, to),
+                                             _mm256_sub_epi64(t, _mm256_mul_epi32(next[half], to)));
+            }
+            if (may_overflow)
+                outside = _mm256_or_si256(outside, _mm256_sub_epi64(next[half], lowest));
+            _mm256_storeu_si256(p, _mm256_blend_epi32(_mm256_slli_epi64(next[half], 32), remainder, 0x55));
+        }
+        __m256 low_halves = _mm256_shuffle_ps(_mm256_castsi256_ps(next[0]), _mm256_castsi256_ps(next[1]), 0x88);
+        eight = _mm256_permute4x64_epi64(_mm256_castps_si256(low_halves), 0xD8);
+        _mm256_storeu_si256((__m256i *)(y + i), eight);
+        if (floats && copy)
+            _mm256_storeu_ps(copy + i, _mm256_mul_ps(_mm256_cvtepi32_ps(eight), _mm256_set1_ps(unit)));
+    }
+    return !_mm256_testz_si256(outside, _mm256_set1_epi64x((long long)0xFFFFFFFF00000000)) |
+           !_mm256_testz_si256(bad, bad);
+}
+
+/* Chooses the flags. */
+AVX2 INLINE int step_eights_of(int64_t *state, const void *f, int32_t *y, float *copy, int64_t n, radix radix,
+                               float unit, const int floats) {
+    if (radix.to == 1)
+        return step_by_avx2(state, f, y, copy, n, radix, unit, floats, 1, 0, 0);
+    if (radix.from == 1)
+        return radix.sign < 0 ? step_by_avx2(state, f, y, copy, n, radix, unit, floats, 0, 1, 1)
+                              : step_by_avx2(state, f, y, copy, n, radix, unit, floats, 0, 1, 0);
+    return radix.sign < 0 ? step_by_avx2(state, f, y, copy, n, radix, unit, floats, 1, 1, 1)
+                          : step_by_avx2(state, f, y, copy, n, radix, unit, floats, 1, 1, 0);
+}
+
+AVX2 static int step_eights(int64_t *state, const int32_t *f, int32_t *y, int64_t n, radix radix) {
+    return step_eights_of(state, f, y, NULL, n, radix, 1, 0);
+}
+
+AVX2 static int step_eights_of_floats(int64_t *state, const float *f, int32_t *y, float *copy, int64_t n, radix radix,
+                                      float unit) {
+    return step_eights_of(state, f, y, copy, n, radix, unit, 1);
+}
+
+#define EIGHTS(n) (__builtin_cpu_supports("avx2") ? (n) & ~(int64_t)7 : 0)
+#else
+#define EIGHTS(n) 0
+#define step_eights(...) 0
+#define step_eights_of_floats(...) 0
+#endif
+
+/* gamma f + (1 - gamma) z, or f where nothing was read, in units of 2^-G, rounded to the nearest even, or 0 where that
+ * is not a number of 32 bits; returns whether that happened. */
+#define INTEGERS(REAL, RINT, FABS, LIMIT)                                                        \
+    for (int64_t i = 0; i < n; i++) {                                                            \
+        REAL g = (REAL)load(f, i, f_type);                                                       \
+        if (read)                                                                                \
+            g = (REAL)gamma * g + (REAL)(1 - gamma) * (REAL)load(read, i, copy_type);            \
+        REAL whole = RINT(g * (REAL)scale);                                                      \
+        int fits = FABS(whole) < LIMIT;                                                          \
+        number[i] = (int32_t)(fits ? whole : 0);                                                 \
+        bad |= !fits;                                                                            \
+    }
+
+INLINE int integers_loop(const void *f, const void *read, int32_t *number, int64_t n, double gamma, double scale,
+                         enum dtype f_type, enum dtype copy_type) {
+    int bad = 0;
+    if (f_type == F64 || (read && copy_type == F64)) {
+#pragma omp simd reduction(| : bad)
+        INTEGERS(double, __builtin_rint, __builtin_fabs, 0x1p31)
+    } else {
+#pragma omp simd reduction(| : bad)
+        INTEGERS(float, __builtin_rintf, __builtin_fabsf, 0x1p31f)
+    }
+    return bad;
+}
+
+INLINE void decode_loop(const int32_t *y, void *copy, int64_t n, double unit, enum dtype type) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++)
+        store(copy, i, type, type == F64 ? y[i] * unit : (float)y[i] * (float)unit);
+}
+
+INLINE void update_adjoint_loop(void *adjoint, const void *vjp, const void *other, int64_t n, coefficients k,
+                                enum dtype type) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++)
+        update_adjoint(adjoint, vjp, other, i, k, type);
+}
+
+CLONES static void adjoint_row(const exact_half_step *h, void *adjoint, const void *vjp, const void *other,
+                               int64_t row, int64_t n) {
+    CONSTANT(C, h->copy_type, {
+        const enum dtype wide = C == F64 ? F64 : F32;
+        update_adjoint_loop(at(adjoint, row, wide), at(vjp, row, C), other ? at(other, row, wide) : NULL, n,
+                            h->adjoint, C);
+    })
+}
+
+CLONES static int integers(const exact_half_step *h, const void *f, int f_type, const void *read, int64_t row,
+                           int32_t *number, int64_t n) {
+    int bad = 0;
+    const double scale = 1 / unit(h);
+    if (read)
+        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
+            bad = integers_loop(at(f, row, F), at(read, row, C), number, n, h->gamma, scale, F, C)))
+    else
+        CONSTANT(F, f_type, bad = integers_loop(at(f, row, F), NULL, number, n, 1, scale, F, F))
+    return bad;
+}
+
+/* A row: f is converted, stepped with, and Y is left in y and decoded into copy, which may be NULL. `read` may be NULL,
+ * and it may be copy, too: it is looked at before. Returns whether an f or a Y did not fit. */
+INLINE int step_row(const exact_half_step *h, int64_t *state, const void *f, int f_type, const void *read, int64_t row,
+                    int64_t lanes, int32_t *y, void *copy, radix radix) {
+    int32_t number[LANES];
+    int64_t eights = EIGHTS(lanes), rest = lanes;
+    int bad = 0;
+    if (eights && f_type == F32 && !read && (!copy || h->copy_type == F32)) {
+        bad = step_eights_of_floats(state, (const float *)f + row, y, copy ? (float *)copy + row : NULL, eights, radix,
+                                    (float)unit(h));
+        if (eights == lanes)
+            return bad;
+        state += eights, y += eights, row += eights, rest = lanes - eights, eights = 0;
+    }
+    bad |= integers(h, f, f_type, read, row, number, rest);
+    if (eights)
+        bad |= step_eights(state, number, y, eights, radix);
+    if (eights < rest)
+        bad |= step_by_doubles(state + eights, number + eights, y + eights, rest - eights, radix);
+    if (copy)
+        CONSTANT(C, h->copy_type, decode_loop(y, at(copy, row, C), rest, unit(h), C))
+    return bad;
+}
+
+#define FOR_EACH_ROW(...)                                                                \
+    for (int64_t row = from, end = from + n; row < end; row += LANES) {                  \
+        const int64_t lanes = end - row < LANES ? end - row : LANES;                     \
+        int32_t y[LANES];                                                                \
+        __VA_ARGS__                                                                      \
+    }
+
+/* Returns whether an f or a Y did not fit. spill may be NULL, as may change with value. */
+CLONES static int exact_relax_chunk(const exact_half_step *h, const void *f, int f_type, const void *read, int64_t from,
+                                    int64_t n, int32_t *spill, float *change, float *value) {
+    int bad = 0;
+    if (change) {
+        memset(change, 0, LANES * sizeof *change);
+        memset(value, 0, LANES * sizeof *value);
+    }
+    FOR_EACH_ROW(
+        int64_t *state = h->state + row, before[LANES];
+        if (change)
+            memcpy(before, state, lanes * sizeof *state);
+        if (spill)
+            for (int64_t i = 0; i < lanes; i++) {
+                spill[row + i] = (int32_t)(uint32_t)state[i];
+                state[i] = (int64_t)((uint64_t)state[i] & ~(uint64_t)LOW);
+            }
+        bad |= step_row(h, state, f, f_type, read, row, lanes, y, h->copy, there(h));
+        if (change)
+            for (int64_t i = 0; i < lanes; i++) {
+                float moved = (float)(y[i] - high(before[i])) * (float)unit(h), size = (float)y[i] * (float)unit(h);
+                change[i] += moved * moved;
+                value[i] += size * size;
+            }
+    )
+    return bad;
+}
+
+/* What the way back reads beside f: what f read, which the copy holds. */
+INLINE const void *read_before(const exact_half_step *h) { return h->gamma != 1 ? h->copy : NULL; }
+
+/* adjoint, vjp and other may be NULL. With a spill, the remainder before the half-step comes back from there. */
+CLONES static void exact_invert_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from, int64_t n,
+                                      void *adjoint, const void *vjp, const void *other, const int32_t *spill) {
+    FOR_EACH_ROW(
+        int64_t *state = h->state + row;
+        step_row(h, state, f, f_type, read_before(h), row, lanes, y, h->copy, back(h));
+        if (spill)
+            for (int64_t i = 0; i < lanes; i++)
+                state[i] = (int64_t)(((uint64_t)state[i] & ~(uint64_t)LOW) | (uint32_t)spill[row + i]);
+        if (adjoint)
+            adjoint_row(h, adjoint, vjp, other, row, lanes);
+    )
+}
+
+/* Compares as invert_compare_loop does. A remainder that is not 0 at the beginning is an error too. */
+CLONES static void exact_compare_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from, int64_t n,
+                                       const void *initial, float floor, void *adjoint, const void *vjp,
+                                       const void *other, int32_t *worst) {
+    memset(worst, 0, LANES * sizeof *worst);
+    FOR_EACH_ROW(
+        int64_t state[LANES];
+        int32_t start[LANES];
+        memcpy(state, h->state + row, lanes * sizeof *state);
+        integers(h, initial, h->copy_type, NULL, row, start, lanes);
+        step_row(h, state, f, f_type, read_before(h), row, lanes, y, NULL, back(h));
+        for (int64_t i = 0; i < lanes; i++) {
+            float difference = (float)((double)y[i] - start[i]) * (float)unit(h) + (float)low(state[i]);
+            int32_t bits = ratio_bits(difference, (float)high(h->state[row + i]) * (float)unit(h), floor);
+            worst[i] = bits > worst[i] ? bits : worst[i];
+        }
+        if (adjoint)
+            adjoint_row(h, adjoint, vjp, other, row, lanes);
+    )
+}
+
+/* Threads meet here only when something is wrong. */
+INLINE void note(int *bad, int bad_here) {
+    if (bad_here) {
+#pragma omp atomic write
+        *bad = 1;
+    }
+}
+
+/* read: what f read, or NULL where gamma is 1 */
+API int revdeq_exact_relax(const exact_half_step *h, const void *f, int f_type, int threads, const void *read,
+                           int32_t *spill) {
+    int bad = 0;
+    FOR_EACH_CHUNK(threads, note(&bad, exact_relax_chunk(h, f, f_type, read, from, n, spill, NULL, NULL)))
+    return bad;
+}
+
+/* partial: [2][chunks][LANES] */
+API int revdeq_exact_relax_norms(const exact_half_step *h, const void *f, int f_type, int threads, const void *read,
+                                 int32_t *spill, float *partial) {
+    int bad = 0;
+    FOR_EACH_CHUNK(threads, note(&bad, exact_relax_chunk(h, f, f_type, read, from, n, spill, partial + chunk * LANES,
+                                                         partial + (chunks + chunk) * LANES)))
+    return bad;
+}
+
+API void revdeq_exact_invert(const exact_half_step *h, const void *f, int f_type, int threads, void *adjoint,
+                             const void *vjp, const void *other, const int32_t *spill) {
+    FOR_EACH_CHUNK(threads, exact_invert_chunk(h, f, f_type, from, n, adjoint, vjp, other, spill))
+}
+
+/* worst: [chunks][LANES] */
+API void revdeq_exact_invert_compare(const exact_half_step *h, const void *f, int f_type, int threads,
+                                     const void *initial, const float *floor, void *adjoint, const void *vjp,
+                                     const void *other, int32_t *worst) {
+    FOR_EACH_CHUNK(threads, exact_compare_chunk(h, f, f_type, from, n, initial, *floor, adjoint, vjp, other,
+                                                worst + chunk * LANES))
+}

@@ -1,0 +1,134 @@
+"""What every half-step is, whatever its state and wherever it runs.
+
+One half-step of the reversible iteration moves a state by what f makes of the other one:
+
+    y' = (1 - beta) y + beta g(z)        g(z) = (1 - gamma) z + gamma f(z)
+
+which is y' = a y + b f(z) + c z, with three coefficients that belong to the step and are given when it is taken.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+LANES = 256
+ROWS = 16
+"""A norm is summed in chunks of ROWS rows of LANES elements, in the order of memory: each lane adds its
+rows one after the other, and a chunk leaves LANES partial sums. No backend can reorder that, and a GPU
+needs neither shared memory nor a barrier for it."""
+
+
+class Linear(Protocol):
+    """y' = a y + b f(z) + c z, as an adjoint needs it."""
+
+    @property
+    def a(self) -> float: ...
+
+    @property
+    def b(self) -> float: ...
+
+    @property
+    def c(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Of a step y' = a y + b f(z) + c z of a float64 state. With c = 0, the paper's step, z is not looked at."""
+
+    a: float
+    b: float
+    c: float = 0.0
+
+    @classmethod
+    def rounded(cls, beta: float, gamma: float = 1.0) -> "Coefficients":
+        """b and c are rounded to float32, which makes their products with float32 numbers exact in float64."""
+        b, c = ctypes.c_float(beta * gamma).value, ctypes.c_float(beta * (1 - gamma)).value
+        return cls(1 - (b + c), b, c)
+
+    @property
+    def beta(self) -> float:
+        return self.b + self.c
+
+    @property
+    def gamma(self) -> float:
+        return self.b / self.beta
+
+
+def chunk_count(x: Tensor) -> int:
+    return -(-x.numel() // (ROWS * LANES))
+
+
+class HalfStep:
+    """A state and its copy in the dtype that f reads: bound once, stepped many times.
+
+    Every backend has a subclass for each state, with the five operations that reference.py and reference_exact.py
+    specify, each in one pass over memory:
+
+        relax(f, read, step)            the half-step; `read` is what f read, the copy of the other state
+        relax_norms(f, read, step)      the same, with the partial sums of squares
+        invert(f, step)                 its inverse; the copy holds what f read, and receives what it will read next
+        invert_adjoint(f, adjoint, vjp, other, step, adjoint_step)
+                                        the same, with adjoint = a adjoint + b vjp + c other
+        invert_compare(f, initial, floor, adjoint, vjp, other, step, adjoint_step)
+                                        the last inverse of all, compared with the state that it should arrive at
+
+    `read` and `other` are looked at only where c is not 0. `step` and `adjoint_step` are objects that are not made
+    anew in each call: a backend may keep what it has made of the last one.
+    """
+
+    def __init__(self, state: Tensor, copy: Tensor) -> None:
+        self.state, self.copy = state, copy
+        self._stride = state.stride()
+        self._partial: Tensor | None = None
+        self.spilled: list[Tensor] = []
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """x with its elements in the same places as the state's: x itself, or, at the cost of one more
+        pass over memory, a copy."""
+        if x.stride() == self._stride and not x.is_neg():
+            return x
+        return torch.empty_like(self.state, dtype=x.dtype).copy_(x)
+
+    def in_order_or_none(self, x: Tensor | None) -> Tensor | None:
+        return None if x is None else self.in_order(x)
+
+    sums: torch.dtype = torch.float64
+
+    def partial_sums(self) -> Tensor:
+        """The memory that `relax_norms` writes to and returns: the next call writes to it again."""
+        if self._partial is None:
+            self._partial = self.state.new_empty((2, chunk_count(self.state), LANES), dtype=self.sums)
+        return self._partial
+
+    def partial_maxima(self) -> Tensor:
+        return self.state.new_empty((chunk_count(self.state), LANES), dtype=torch.int32)
+
+    def relax(self, f: Tensor, read: Tensor | None, step: Any) -> None:
+        raise NotImplementedError
+
+    def relax_norms(self, f: Tensor, read: Tensor | None, step: Any) -> Tensor:
+        raise NotImplementedError
+
+    def invert(self, f: Tensor, step: Any) -> None:
+        raise NotImplementedError
+
+    def invert_adjoint(
+        self, f: Tensor, adjoint: Tensor, vjp: Tensor, other: Tensor | None, step: Any, adjoint_step: Linear
+    ) -> None:
+        raise NotImplementedError
+
+    def invert_compare(
+        self,
+        f: Tensor,
+        initial: Tensor,
+        floor: Tensor,
+        adjoint: Tensor | None,
+        vjp: Tensor | None,
+        other: Tensor | None,
+        step: Any,
+        adjoint_step: Linear,
+    ) -> Tensor:
+        raise NotImplementedError

@@ -1,0 +1,93 @@
+"""1 - beta as a fraction, and when the remainders of its divisions must be put aside."""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+LARGEST_DENOMINATOR = 64
+ROOM = 2**32
+"""What a remainder must stay below."""
+
+
+@dataclass(frozen=True)
+class Radix:
+    """The coefficients of a step of the integer state: 1 - beta = sign p / d, the number G of fraction bits of the
+    state, and gamma, a number of float32."""
+
+    sign: int
+    p: int
+    d: int
+    fraction_bits: int
+    gamma: float = 1.0
+
+    @classmethod
+    def nearest(cls, beta: float, fraction_bits: int, gamma: float = 1.0) -> "Radix":
+        """The fraction nearest to 1 - beta with a denominator of at most 64. It may be 0 / 1."""
+        a = Fraction(1 - Fraction(beta)).limit_denominator(LARGEST_DENOMINATOR)
+        rounded = ctypes.c_float(gamma).value
+        return cls(-1 if a < 0 else 1, abs(a.numerator), a.denominator, fraction_bits, rounded)
+
+    @property
+    def a(self) -> float:
+        return self.sign * self.p / self.d
+
+    @property
+    def b(self) -> float:
+        return self.beta * self.gamma
+
+    @property
+    def c(self) -> float:
+        return self.beta * (1 - self.gamma)
+
+    @property
+    def beta(self) -> float:
+        return self.weight / self.d
+
+    @property
+    def weight(self) -> int:
+        return self.d - self.sign * self.p
+
+    @property
+    def unit(self) -> float:
+        return 2.0**-self.fraction_bits
+
+    def outgrown(self, bound: int) -> int:
+        """The bound of the remainder after a half-step that began with this one."""
+        return -(-bound // self.p) * self.d
+
+    @property
+    def free_half_steps(self) -> int:
+        """How many half-steps with this radix fit into 32 bits of remainder."""
+        return _free_half_steps(self)
+
+
+@functools.cache
+def _free_half_steps(radix: Radix) -> int:
+    bound, count = 1, 0
+    while (bound := radix.outgrown(bound)) <= ROOM:
+        count += 1
+    return count
+
+
+class Plan:
+    """The radix of each half-step that is announced, and before which of them the remainder is put aside."""
+
+    def __init__(self, steps: Sequence[Radix]) -> None:
+        self.steps = steps
+        self._spills: list[bool] = []  # as far as anybody asked: there may be many more steps than are taken
+        self._bound = 1
+
+    def spills_before(self, half_step: int) -> bool:
+        while len(self._spills) <= half_step:
+            radix = self.steps[len(self._spills)]
+            spills = radix.outgrown(self._bound) > ROOM
+            self._spills.append(spills)
+            self._bound = radix.outgrown(1 if spills else self._bound)
+        return self._spills[half_step]
+
+    @property
+    def spills(self) -> int:
+        """How many there are in all."""
+        return sum(map(self.spills_before, range(len(self.steps))))

@@ -1,0 +1,229 @@
+"""The exact half-steps in plain PyTorch: the specification of the integer state.
+
+A state is one int64 per element. Its high 32 bits are a signed fixed-point number Y, in units of 2^-G; its low
+32 bits are a remainder R >= 0, which keeps what a division would lose. With a = 1 - beta = s p / d in lowest
+terms (s = 1 or -1) and F = g in units of 2^-G, rounded to the nearest integer, a half-step and its inverse are
+
+    e = R mod p, R = floor(R / p)                      T = Y d + (R mod d), R = floor(R / d)
+    T = s (p Y + e) + (d - s p) F                      U = s (T - (d - s p) F)
+    Y = floor(T / d), R = R d + (T mod d)              Y = floor(U / p), R = R p + (U mod p)
+
+They are integers throughout, so that each undoes the other to the last bit, whatever beta and however often.
+g is f where gamma = 1, and otherwise gamma f + (1 - gamma) z, with z the copy of the other state that f read: in
+float64 where f or the copy is float64, in float32 elsewhere, gamma and 1 - gamma rounded to that, and each operation
+rounded once.
+
+R grows by d / p in a half-step, and before it would outgrow 32 bits it is put aside and starts again from 0.
+
+f reads Y 2^-G, rounded to its dtype. No tensor is float64 unless f's are.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import half_step, reference
+from .half_step import LANES, Linear
+from .radix import Plan, Radix
+
+
+def encode(x: Tensor, radix: Radix) -> Tensor:
+    return integer(x, radix)[0] << 32
+
+
+def integer(g: Tensor, radix: Radix) -> tuple[Tensor, Tensor]:
+    """g in units of 2^-G, and where that is not a number of 32 bits (it is 0 there)."""
+    scaled = g.to(torch.promote_types(g.dtype, torch.float32)) * 2.0**radix.fraction_bits
+    whole = scaled.round()
+    bad = ~(whole.abs() < 2.0**31)
+    return torch.where(bad, 0.0, whole).to(torch.int64), bad
+
+
+def mixed(f: Tensor, read: Tensor | None, radix: Radix) -> Tensor:
+    """g, which pulls the state."""
+    if radix.gamma == 1 or read is None:
+        return f
+    wide = torch.float64 if torch.float64 in (f.dtype, read.dtype) else torch.float32
+    return radix.gamma * f.to(wide) + (1 - radix.gamma) * read.to(wide)
+
+
+def decode(y: Tensor, copy: Tensor, radix: Radix) -> None:
+    wide = torch.promote_types(copy.dtype, torch.float32)
+    copy.copy_(y.to(wide) * radix.unit)
+
+
+def relax(
+    state: Tensor, f: Tensor, read: Tensor | None, copy: Tensor, spill: Tensor | None, radix: Radix
+) -> Tensor:
+    """Where f or the new state does not fit."""
+    s, p, d = radix.sign, radix.p, radix.d
+    y, r = _unpacked(state, spill)
+    number, bad = integer(mixed(f, read, radix), radix)
+    t = s * (p * y + r % p) + radix.weight * number
+    y = _floor_divide(t, d)
+    state.copy_((y << 32) | (_floor_divide(r, p) * d + t % d))
+    decode(y, copy, radix)
+    return bad | (y < -(2**31)) | (y >= 2**31)
+
+
+def relax_norms(
+    state: Tensor, f: Tensor, read: Tensor | None, copy: Tensor, spill: Tensor | None, radix: Radix
+) -> tuple[Tensor, Tensor]:
+    """`relax`, and the partial sums of squares as in reference.py, but in float32."""
+    before = state >> 32
+    bad = relax(state, f, read, copy, spill, radix)
+    after = state >> 32
+    squares = [((x.to(torch.float32)) * radix.unit).square() for x in (after - before, after)]
+    return torch.stack([reference.lane_sums(x) for x in squares]), bad
+
+
+def previous(state: Tensor, f: Tensor, read: Tensor, spill: Tensor | None, radix: Radix) -> tuple[Tensor, Tensor]:
+    """Y and R before the half-step; `spill` is what was put aside then."""
+    s, p, d = radix.sign, radix.p, radix.d
+    y, r = _unpacked(state, None)
+    t = y * d + r % d
+    u = s * (t - radix.weight * integer(mixed(f, read, radix), radix)[0])
+    r = _floor_divide(r, d) * p + u % p
+    return _floor_divide(u, p), r if spill is None else spill.to(torch.int64) & 0xFFFFFFFF
+
+
+def invert(state: Tensor, f: Tensor, copy: Tensor, spill: Tensor | None, radix: Radix) -> None:
+    """The copy holds what f read, until it receives the state."""
+    y, r = previous(state, f, copy, spill, radix)
+    state.copy_((y << 32) | r)
+    decode(y, copy, radix)
+
+
+def invert_compare(state: Tensor, f: Tensor, read: Tensor, initial: Tensor, floor: Tensor, radix: Radix) -> Tensor:
+    """As in reference.py. A remainder that is not 0 at the beginning is an error too."""
+    y, r = previous(state, f, read, None, radix)
+    error = (y - integer(initial, radix)[0]).to(torch.float32) * radix.unit + r.to(torch.float32)
+    value = (state >> 32).to(torch.float32) * radix.unit
+    return reference.lane_ratios(error, value, floor)
+
+
+def magnitude_bits(f: Tensor) -> Tensor:
+    """Ordered like the magnitudes, NaN above them all, and never 0."""
+    return f.to(torch.float32).abs().view(torch.int32).clamp(min=1)
+
+
+def _unpacked(state: Tensor, spill: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Y and R. With a spill, R is put aside there."""
+    r = state & 0xFFFFFFFF
+    if spill is None:
+        return state >> 32, r
+    spill.copy_(r)  # its 32 bits, as an int32
+    return state >> 32, torch.zeros_like(r)
+
+
+def _floor_divide(x: Tensor, divisor: int) -> Tensor:
+    return torch.div(x, divisor, rounding_mode="floor")
+
+
+class HalfStep(half_step.HalfStep):
+    """An integer state, its copy in the dtype that f reads, and the half-steps that are announced.
+
+    steps: the radix of each of them, which they will be called with.
+    spilled: remainders put aside, 4 bytes per element each, the latest last. Given, half-steps are undone.
+    alarm: [half-steps, LANES]: 0, or the bits of the magnitude (float32) of an f that did not fit, or with which
+        the state did not fit; what was computed with it is worthless.
+    """
+
+    sums = torch.float32
+
+    def __init__(
+        self, state: Tensor, copy: Tensor, steps: Sequence[Radix], spilled: list[Tensor] | None = None
+    ) -> None:
+        super().__init__(state, copy)
+        self.plan = Plan(steps)
+        self.done = len(steps) if spilled is not None else 0
+        self.spilled = [] if spilled is None else spilled
+        self._room: list[Tensor] = []
+        self.alarm = torch.zeros((len(steps), LANES), dtype=torch.int32, device=state.device)
+
+    def relax(self, f: Tensor, read: Tensor | None, step: Radix) -> None:
+        self._relax(f, read, self._put_aside(step), step)
+        self.done += 1
+
+    def relax_norms(self, f: Tensor, read: Tensor | None, step: Radix) -> Tensor:
+        partial = self._relax_norms(f, read, self._put_aside(step), step)
+        self.done += 1
+        return partial
+
+    def invert(self, f: Tensor, step: Radix) -> None:
+        self._invert(f, None, None, None, self._take_back(step), step, step)
+
+    def invert_adjoint(
+        self, f: Tensor, adjoint: Tensor, vjp: Tensor, other: Tensor | None, step: Radix, adjoint_step: Linear
+    ) -> None:
+        self._invert(f, adjoint, vjp, other, self._take_back(step), step, adjoint_step)
+
+    def _put_aside(self, step: Radix) -> Tensor | None:
+        assert step == self.plan.steps[self.done], "this is not the step that was announced"
+        if not self.plan.spills_before(self.done):
+            return None
+        self.spilled.append(self._room.pop() if self._room else torch.empty_like(self.state, dtype=torch.int32))
+        return self.spilled[-1]
+
+    def _take_back(self, step: Radix) -> Tensor | None:
+        self.done -= 1
+        assert step == self.plan.steps[self.done], "this is not the step that was announced"
+        return self.spilled.pop() if self.plan.spills_before(self.done) else None
+
+    def make_room(self) -> None:
+        """Allocate now what all half-steps will put aside."""
+        spills = self.plan.spills
+        try:
+            self._room = [torch.empty_like(self.state, dtype=torch.int32) for _ in range(spills)]
+        except RuntimeError as error:
+            size, steps = 8 * spills * self.state.numel() / 2**30, self.plan.steps
+            raise MemoryError(
+                f"the remainders of {len(steps)} steps at beta = {steps[0].beta:.6g} take {4 * spills} bytes per "
+                f"element of y and of z, {size:.1f} GiB in all, for which there is no memory: use a smaller beta (0.5 "
+                "takes none up to 32 steps) or fewer steps"
+            ) from error
+
+    def _relax(self, f: Tensor, read: Tensor | None, spill: Tensor | None, step: Radix) -> None:
+        self._raise_alarm(f, relax(self.state, f, read, self.copy, spill, step))
+
+    def _relax_norms(self, f: Tensor, read: Tensor | None, spill: Tensor | None, step: Radix) -> Tensor:
+        partial, bad = relax_norms(self.state, f, read, self.copy, spill, step)
+        self._raise_alarm(f, bad)
+        return partial
+
+    def _invert(
+        self,
+        f: Tensor,
+        adjoint: Tensor | None,
+        vjp: Tensor | None,
+        other: Tensor | None,
+        spill: Tensor | None,
+        step: Radix,
+        adjoint_step: Linear,
+    ) -> None:
+        invert(self.state, f, self.copy, spill, step)
+        if adjoint is not None and vjp is not None:
+            reference.update_adjoint(adjoint, vjp, other, adjoint_step)
+
+    def invert_compare(
+        self,
+        f: Tensor,
+        initial: Tensor,
+        floor: Tensor,
+        adjoint: Tensor | None,
+        vjp: Tensor | None,
+        other: Tensor | None,
+        step: Radix,
+        adjoint_step: Linear,
+    ) -> Tensor:
+        if adjoint is not None and vjp is not None:
+            reference.update_adjoint(adjoint, vjp, other, adjoint_step)
+        return invert_compare(self.state, f, self.copy, initial, floor, step)
+
+    def _raise_alarm(self, f: Tensor, bad: Tensor) -> None:
+        if bad.numel():
+            self.alarm[self.done, 0] = torch.where(bad, magnitude_bits(f), 0).max()
+
+    def _find_largest(self, f: Tensor) -> None:
+        self.alarm[self.done, 0] = magnitude_bits(f).max()
