@@ -544,7 +544,7 @@ def test_bad_arguments():
         (SingleScale, {"max_steps": 0}, "max_steps = 0 must be at least 1"),
         (SingleScale, {"classes": 2.5}, "classes = 2.5 must be an integer"),
         (SingleScale, {"beta": 1}, "beta = 1 must not be 1"),
-        (SingleScale, {"state": "float32"}, "state = 'float32' must be 'float64', 'exact'"),
+        (SingleScale, {"state": "float32"}, "state = 'float32' must be 'auto', 'float64', 'exact'"),
         (SingleScale, {"check": "maybe"}, "check = 'maybe' must be 'warn'"),
         (SingleScale, {"solver": "newton"}, "solver = 'newton' must be one of 'reversible', 'stored'"),
         (SingleScale, {"solver": "stored", "tol": 1e-3}, "tol = 0.001: solver = 'stored' takes all.*tol=None"),
