@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 import revdeq
 from revdeq import kernels
 from revdeq.examples import ddp
-from revdeq.kernels import backends, cpu, exact, operators
+from revdeq.kernels import Radix, backends, cpu, operators, reference_exact
 from revdeq.models import LanguageModel, MultiScale, SingleScale, Transformer
 from revdeq.training import checkpoint, record
 from revdeq.training.checkpoint import CheckpointError
