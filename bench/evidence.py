@@ -1,71 +1,94 @@
-"""The paper's comparisons at a size for two cores: many small trainings, one row each, tables and plots of the rows.
+"""What the models learn at a size for two cores: many small trainings, one row each, of which evidence_report.py makes
+tables and plots.
 
     python bench/evidence.py DIR --jobs 2              # all studies, until they are done, two trainings at a time
-    python bench/evidence.py DIR --study language --updates 1000 --minutes 60
-    python bench/evidence.py DIR --report              # tables and plots of the rows there are
+    python bench/evidence.py DIR --study language --updates 3000 --seeds 1 --minutes 60
+    python bench/evidence.py --study prefix            # puzzles need no data
+    python bench/evidence.py --report                  # tables and plots of the rows there are, and what is missing
 
 language  perplexity on WikiText-2 against evaluations of f, beside the classical equilibrium model (torchdeq, with the
           implicit function theorem) and transformers with as many parameters
-image     accuracy on CIFAR-10 of the reversible and the classical model and of a ResNet with as many parameters
+image     accuracy on CIFAR-10 of the reversible and the classical model, of a ResNet with the same channels and of one
+          with as many parameters
 states    the same training with the float64 state, the exact state and the stored graph: loss curves
+prefix    prefix sums: strings that are solved against their length and the number of steps
+maze      mazes: those that are solved against their size and the number of steps
 
+A study with several learning rates trains every variant with each of them, and the other seeds with the best one.
 Every training is a command of its own, which the table of rows holds. What was interrupted, or ran out of --minutes,
 goes on where it was when this is called again.
 """
 
 import argparse
 import csv
+import dataclasses
+import itertools
 import os
 import platform
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from revdeq.models import ResNet, Transformer, count_parameters
-from revdeq.training import checkpoint
+from revdeq.models import PuzzleNet, ResNet, Transformer, count_parameters
 from revdeq.training import run as train
-from revdeq.training.generate import restored_vocabulary
-from revdeq.training.presets import PRESETS, Preset
+from revdeq.training.presets import PRESETS
 
 HERE = Path(__file__).parent
-PRESET = {"language": "wikitext2-tiny", "image": "cifar10-tiny", "states": "cifar10-tiny"}
-UPDATES = {"language": 300, "image": 312, "states": 390}
-FOR_ALL = {
-    # 300,000 tokens; a quarter of the validation and of the test set
-    "language": {"batch": 16, "vocabulary": 4096, "evaluation_batches": 64, "evaluate_every": 250},
-    "image": {"evaluate_every": 156},
-    "states": {"evaluate_every": 390, "log_every": 1},
-}
-EVALUATIONS = (2, 4, 6, 8, 12)
+EDITION = 2
+"""Raised when the same command gives other numbers than before: rows of another edition are stale."""
 ROW = (
-    "study", "label", "seed", "updates", "parameters", "metric", "validation", "test", "best_validation", "loss",
-    "evaluations", "residual", "seconds", "torch", "machine", "command",
+    "run", "edition", "study", "label", "lr", "seed", "updates", "parameters", "metric", "validation", "test",
+    "best_validation", "loss", "evaluations", "residual", "seconds", "torch", "machine", "command",
 )  # fmt: skip
-MADE = "<!-- From here on made of runs.csv by python bench/evidence.py DIR --report -->"
-CURVE = ("study", "label", "seed", "update", "loss", "evaluation_loss", "metric")
+CURVE = ("run", "update", "loss", "evaluation_loss", "metric", "seconds")
+PROBE = ("run", "size", "max_steps", "solved")
+Changes = dict[str, Any]
+
+
+class Study(NamedTuple):
+    """preset, updates, settings: of all its trainings.
+
+    variants: labels, each with the settings that make it.
+    rates: learning rates to choose from; none: that of the preset.
+    seeds: at most so many.
+    size, sizes, depths: of puzzles, the setting for their size, and the sizes and numbers of steps to evaluate at.
+    """
+
+    preset: str
+    updates: int
+    settings: Changes
+    variants: Callable[[], Iterator[tuple[str, Changes]]]
+    rates: tuple[float, ...] = ()
+    seeds: int = 3
+    size: str = ""
+    sizes: tuple[int, ...] = ()
+    depths: tuple[int, ...] = ()
 
 
 def language_variants():
-    settings = PRESETS["wikitext2-tiny"].settings
-    vocabulary = FOR_ALL["language"]["vocabulary"] + 1
-    shape = {"vocabulary": vocabulary, **{key: settings[key] for key in ("d", "heads", "length", "dropout")}}
+    shape = {"vocabulary": 4097, **{k: PRESETS["wikitext2-tiny"].settings[k] for k in ("d", "heads", "length")}}
     with torch.device("meta"):
-        parameters = count_parameters(PRESETS["wikitext2-tiny"].build(vocabulary=vocabulary))
-    for evaluations in EVALUATIONS:
-        yield f"reversible, {evaluations} evaluations", {"steps": evaluations // 2}
-    for evaluations in (12, 30):
-        yield f"classical, {evaluations} evaluations", {"solver": "torchdeq", "evaluations": evaluations}
-    with torch.device("meta"):
-        hidden = Transformer.sized(parameters, depth=2, **shape).hidden
-    yield "transformer, 2 layers", {"model": "transformer", "depth": 2, "hidden": hidden}
+        parameters = count_parameters(PRESETS["wikitext2-tiny"].build(vocabulary=4097))
+    for evaluations in (2, 4, 8):
+        yield f"reversible, {evaluations} evaluations", {"max_steps": evaluations // 2}
+    yield "reversible, equation 7 as printed, 8 evaluations", {"max_steps": 4, "form": "paper"}
+    yield "classical, 12 evaluations", {"solver": "torchdeq", "evaluations": 12}
+    for depth in (1, 2):
+        with torch.device("meta"):
+            hidden = Transformer.sized(parameters, depth=depth, **shape).hidden
+        yield (
+            f"transformer, {depth} layer{'s' * (depth > 1)}",
+            {"model": "transformer", "depth": depth, "hidden": hidden},
+        )
 
 
 def image_variants():
@@ -74,8 +97,9 @@ def image_variants():
         parameters = count_parameters(PRESETS["cifar10-tiny"].build())
         resnet = ResNet.sized(parameters, settings["channels"], depth=1)
     yield "reversible, 3 evaluations per scale", {}
-    yield "reversible, 5 evaluations per scale", {"steps": (1, 4, 4, 1)}
+    yield "reversible, 5 evaluations per scale", {"max_steps": (1, 4, 4, 1)}
     yield "classical, 15 evaluations per scale", {"solver": "torchdeq", "evaluations": 15}
+    yield "ResNet, the same channels", {"model": "resnet", "depth": 2}
     channels = [resnet.encode.out_channels, *(block.conv2.out_channels for block in resnet.blocks[1:])]
     yield "ResNet, one block per scale", {"model": "resnet", "channels": tuple(channels), "depth": 1}
 
@@ -86,15 +110,123 @@ def state_variants():
     yield "stored graph", {"solver": "stored"}
 
 
-VARIANTS = {"language": language_variants, "image": image_variants, "states": state_variants}
+def puzzle_variants(name):
+    """The explicit networks have as many blocks as the equilibrium evaluates f in an update, on average."""
+    preset = PRESETS[name]
+    fewest, most = preset.range_of_steps
+    middle, shapes = (fewest + most) // 2, {"features": 3, "dimensions": 2}
+    if name == "prefix-tiny":
+        shapes = {"features": 1, "dimensions": 1}
+    with torch.device("meta"):
+        parameters = count_parameters(preset.build(**shapes))
+        channels = PuzzleNet.sized(parameters, depth=2 * middle, **shapes).classify[0].in_features
+    yield f"reversible, N = {fewest} to {most}", {}
+    yield f"reversible, N = {middle}", {"max_steps": middle}
+    yield "classical (torchdeq, IFT)", {"solver": "torchdeq", "state": "float64"}
+    explicit = {"model": "puzzle-net", "depth": 2 * middle}
+    yield f"explicit, {2 * middle} blocks, the same parameters", {**explicit, "channels": channels}
+    yield f"explicit, {2 * middle} blocks, the same compute", explicit
 
 
-def command(study, changes, seed, updates, folder, out):
-    settings = {**FOR_ALL[study], **changes, "seed": seed, "updates": updates, "epochs": 10**6}
-    words = ["-m", "revdeq", "train", PRESET[study], "--data", str(folder), "--out", str(out), "--resume"]
-    for key, value in settings.items():
-        words += ["--set", f"{key}={value}".replace(" ", "")]
-    return words
+def prefix_variants():
+    return puzzle_variants("prefix-tiny")
+
+
+def maze_variants():
+    return puzzle_variants("maze-tiny")
+
+
+STUDIES = {
+    # 300,000 tokens; a quarter of the validation set
+    "language": Study(
+        "wikitext2-tiny",
+        300,
+        {"batch": 16, "vocabulary": 4096, "evaluation_batches": 64, "evaluate_every": 250},
+        language_variants,
+        rates=(3e-3, 6e-3, 1.2e-2),
+    ),
+    "image": Study("cifar10-tiny", 312, {"evaluate_every": 156}, image_variants, rates=(3e-3, 6e-3, 1.2e-2)),
+    "states": Study("cifar10-tiny", 390, {"evaluate_every": 390, "log_every": 1}, state_variants, seeds=1),
+    "prefix": Study(
+        "prefix-tiny", PRESETS["prefix-tiny"].training.updates, {}, prefix_variants,
+        size="bits", sizes=(16, 32, 64, 128), depths=(5, 10, 20, 40, 80, 160),
+    ),
+    "maze": Study(
+        "maze-tiny", PRESETS["maze-tiny"].training.updates, {}, maze_variants,
+        size="cells", sizes=(4, 6, 8, 12), depths=(4, 8, 16, 32, 64, 128),
+    ),
+}  # fmt: skip
+PROBED = 200
+"""Puzzles of each size that a model is evaluated on."""
+
+
+class Task(NamedTuple):
+    study: str
+    label: str
+    changes: Changes
+    lr: float
+    seed: int
+    updates: int
+
+    @property
+    def key(self) -> dict[str, str]:
+        """What its row has in these columns."""
+        return {
+            "study": self.study,
+            "label": self.label,
+            "lr": str(self.lr),
+            "seed": str(self.seed),
+            "updates": str(self.updates),
+        }
+
+    @property
+    def name(self) -> str:
+        words = f"{self.study} {self.label} {self.lr} {self.updates} {self.seed}"
+        return "".join(c if c.isalnum() else "-" for c in words)
+
+    def command(self, folder: Path | str | None, out: Path | str) -> list[str]:
+        study = STUDIES[self.study]
+        settings = {**study.settings, **self.changes, "lr": self.lr, "seed": self.seed}
+        settings |= {"updates": self.updates, "epochs": 10**6}
+        words = ["-m", "revdeq", "train", study.preset, "--out", str(out), "--resume"]
+        if not study.sizes:
+            words += ["--data", str(folder)]
+        for key, value in settings.items():
+            words += ["--set", f"{key}={value}".replace(" ", "")]
+        return words
+
+    @property
+    def written(self) -> str:
+        """The command with the reader's own folders in it."""
+        return shlex.join(["python", *self.command("DIR", f"runs/{self.name}")])
+
+
+def tasks(names, seeds, updates, rows):
+    """What is to be trained, in the order of its importance: seeds outside, so that every variant has been trained as
+    often as the others when time runs out. The learning rate of other seeds is known when all have been tried."""
+    for seed in range(seeds):
+        for name in names:
+            study = STUDIES[name]
+            for label, changes in study.variants():
+                known = Task(name, label, changes, 0, seed, updates or study.updates)
+                rates = study.rates or (PRESETS[study.preset].training.lr,)
+                if seed >= study.seeds:
+                    continue
+                if seed == 0:
+                    yield from (known._replace(lr=lr) for lr in rates)
+                elif (lr := best_rate(known, rates, rows)) is not None:
+                    yield known._replace(lr=lr)
+
+
+def best_rate(task, rates, rows):
+    """By the validation of seed 0; None if it is not known yet."""
+    tried = {}
+    for lr in rates:
+        key = task._replace(lr=lr, seed=0).key
+        for row in rows:
+            if key.items() <= row.items():
+                tried[lr] = float(row["validation"]) * (-1 if row["metric"] == "perplexity" else 1)
+    return max(tried, key=tried.get) if len(tried) == len(rates) else None
 
 
 def run(words, threads, until):
@@ -113,21 +245,18 @@ def run(words, threads, until):
     return True
 
 
-def measured(study, label, seed, updates, words, threads, folder, out):
-    last = checkpoint.load(out / "last.pt")
-    preset = Preset.from_dict(last["preset"])
-    data = train.load_data(preset, folder, restored_vocabulary(last))
-    model = train.build(preset, data)
-    checkpoint.load_weights(model, out / "last.pt", last)
-    test = train.measure(model, data, "test", preset.training)
+def measured(task, threads, folder, out):
+    """A row, the curve and the probes of a training that has ended."""
+    study = STUDIES[task.study]
+    preset, data, model, _, last = train.restored(out / "last.pt", folder)
+    test = train.evaluate(model, data, "test", dataclasses.replace(preset.training, evaluation_batches=None))
     final = last["rows"][-1]
     row = {
-        "study": study,
-        "label": label,
-        "seed": seed,
-        "updates": updates,
+        "run": f"{task.name} {int(time.time())}",
+        "edition": EDITION,
+        **task.key,
         "parameters": count_parameters(model),
-        "metric": data.metric,
+        "metric": data.metric.name,
         "validation": final["metric"],
         "test": test.metric,
         "best_validation": last["best"],
@@ -137,11 +266,17 @@ def measured(study, label, seed, updates, words, threads, folder, out):
         "seconds": last["seconds"],
         "torch": torch.__version__,
         "machine": f"{platform.machine()}, {threads} threads",
-        # the folders are the reader's own
-        "command": shlex.join(["python", *words]).replace(str(folder), "DIR").replace(str(out), f"runs/{out.name}"),
+        "command": task.written,
     }
-    curve = [{"study": study, "label": label, "seed": seed, **row} for row in last["rows"]]
-    return row, [{key: row[key] for key in CURVE} for row in curve]
+    curve = [{"run": row["run"], **{key: made[key] for key in CURVE[1:]}} for made in last["rows"]]
+    depths = study.depths if row["evaluations"] != "" else (None,)
+    probes = []
+    for size, depth in itertools.product(study.sizes, depths):
+        changes = {study.size: size, "batch": 50, "evaluation_batches": PROBED // 50}
+        trained = train.restored(out / "last.pt", folder, {**changes, **({"max_steps": depth} if depth else {})})
+        score = train.evaluate(trained.model, trained.dataset, "test", trained.preset.training)
+        probes.append({"run": row["run"], "size": size, "max_steps": depth or "", "solved": score.metric})
+    return row, curve, probes
 
 
 def append(path, columns, rows):
@@ -157,134 +292,65 @@ def table(path):
     return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []
 
 
-def spread(values):
-    return f"{statistics.mean(values):.4g}" + (f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else "")
-
-
-def report(results):
-    from matplotlib.figure import Figure
-
-    rows, curves = table(results / "runs.csv"), table(results / "curves.csv")
-    lines = [MADE, "", "± is the deviation between seeds.", ""]
-    for study in VARIANTS:
-        order = [label for label, _ in VARIANTS[study]()]
-        ours = [row for row in rows if row["study"] == study and row["label"] in order]
-        ours.sort(key=lambda row: (order.index(row["label"]), int(row["updates"]), row["seed"]))
-        if not ours:
-            continue
-        metric = ours[0]["metric"]
-        lines += [f"## {study}", ""]
-        lines += [f"| | updates | seeds | parameters | evaluations | {metric}, validation | {metric}, test |"]
-        lines += ["|---|---|---|---|---|---|---|"]
-        for label, updates in dict.fromkeys((row["label"], row["updates"]) for row in ours):
-            same = [row for row in ours if (row["label"], row["updates"]) == (label, updates)]
-            numbers = {key: [float(row[key]) for row in same] for key in ("validation", "test")}
-            evaluations = {f"{float(row['evaluations']):.3g}" if row["evaluations"] else "" for row in same}
-            lines += [
-                f"| {label} | {updates} | {len(same)} | {int(same[0]['parameters']):,} | {', '.join(evaluations)} | "
-                f"{spread(numbers['validation'])} | {spread(numbers['test'])} |"
-            ]
-        lines += ["", "```", *dict.fromkeys(row["command"] for row in ours if row["seed"] == "0"), "```", ""]
-
-        figure = Figure(figsize=(10, 4), layout="constrained")
-        loss, final = figure.subplots(1, 2)
-        for label in dict.fromkeys(row["label"] for row in ours):
-            curve = [row for row in curves if (row["study"], row["label"], row["seed"]) == (study, label, "0")]
-            loss.plot([int(row["update"]) for row in curve], [float(row["loss"]) for row in curve], label=label, lw=1)
-        loss.set(xlabel="updates", ylabel="training loss, seed 0")
-        loss.legend(fontsize=7)
-        if study == "states":
-            lines += differences(final, curves)
-        else:
-            labels = list(dict.fromkeys(row["label"] for row in ours))
-            for row in ours:
-                final.plot(float(row["validation"]), labels.index(row["label"]), "o", color="C0", alpha=0.6)
-            final.set(yticks=range(len(labels)), xlabel=f"{metric}, validation, each seed")
-            final.set_yticklabels(labels, fontsize=7)
-            final.invert_yaxis()
-        for axes in (loss, final):
-            axes.grid(alpha=0.3)
-        figure.savefig(results / f"{study}.png", dpi=120)
-    page = results / "README.md"
-    written = page.read_text(encoding="utf-8").partition(MADE)[0] if page.exists() else ""
-    page.write_text(written + "\n".join(lines).rstrip() + "\n", encoding="utf-8")
-    print("\n".join(lines))
-
-
-def differences(axes, curves):
-    """How far the loss is from that of the stored graph, update by update. The loss is a float32: 0 is "less than a
-    unit in its last place", about 1e-7, and not "the same computation"."""
-    by_label = {}
-    for row in curves:
-        if row["study"] == "states" and row["seed"] == "0":
-            by_label.setdefault(row["label"], {})[int(row["update"])] = float(row["loss"])
-    stored, lines = by_label.pop("stored graph", {}), []
-    for label, losses in by_label.items():
-        updates = [update for update in losses if update in stored]
-        apart = [abs(losses[update] - stored[update]) / stored[update] for update in updates]
-        if apart:
-            axes.plot(updates, [max(d, 1e-9) for d in apart], label=label, lw=1)
-            shown = ", ".join(f"{apart[i]:.1e} at update {updates[i]}" for i in (0, len(apart) // 2, len(apart) - 1))
-            lines += [f"{label}, relative distance of the loss from that of the stored graph: {shown}.", ""]
-    axes.set(yscale="log", xlabel="updates", ylabel="distance of the loss from the stored graph's")
-    axes.legend(fontsize=7)
-    return lines
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, metavar="DIR", help="with wikitext-2, gpt2 and CIFAR-10")
-    parser.add_argument("--study", choices=VARIANTS, action="append", help="one or more (default: all)")
+    parser.add_argument("data", type=Path, nargs="?", metavar="DIR", help="with wikitext-2, gpt2 and CIFAR-10")
+    parser.add_argument("--study", choices=STUDIES, action="append", help="one or more (default: all)")
+    parser.add_argument("--label", action="append", help="only variants whose label begins like this")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--updates", type=int, help=f"of each training (default: {UPDATES})")
+    parser.add_argument("--updates", type=int, help="of each training (default: what the study says)")
     parser.add_argument("--minutes", type=float, help="stop after so long; the next call goes on from there")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time, which share the cores")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "evidence", help="default: %(default)s")
     parser.add_argument("--runs", type=Path, default=Path("runs") / "evidence", help="default: %(default)s")
     parser.add_argument("--report", action="store_true", help="only the tables and plots of the rows there are")
     arguments = parser.parse_args()
+    import evidence_report
+
+    names = arguments.study or list(STUDIES)
+    if arguments.report:
+        evidence_report.report(arguments.results)
+        return
+    if arguments.data is None and any(not STUDIES[name].sizes for name in names):
+        parser.error("DIR is missing: all studies but prefix and maze read data")
     arguments.results.mkdir(parents=True, exist_ok=True)
     until = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
-    # Seeds outside: when time runs out, every variant has been trained as often as the others, or once more.
-    todo = [
-        (study, label, changes, seed)
-        for seed in range(0 if arguments.report else arguments.seeds)
-        for study in arguments.study or VARIANTS
-        for label, changes in VARIANTS[study]()
-        if seed == 0 or study != "states"
-    ]
     threads = max(1, torch.get_num_threads() // arguments.jobs)
-    done = table(arguments.results / "runs.csv")
+    writing = threading.Lock()
 
-    def train_and_measure(study, label, changes, seed):
-        updates = arguments.updates or UPDATES[study]
-        key = {"study": study, "label": label, "seed": str(seed), "updates": str(updates)}
-        if any(key.items() <= row.items() for row in done):
-            return
+    def train_and_measure(task):
         if until is not None and time.monotonic() > until:
             return
-        name = "".join(c if c.isalnum() else "-" for c in f"{study} {label}")
-        out = arguments.runs / f"{name}-{updates}-{seed}"
-        words = command(study, changes, seed, updates, arguments.data, out)
-        print(f"{study}: {label}, seed {seed}, {updates} updates", flush=True)
-        if not run(words, threads, until):
+        out = arguments.runs / task.name
+        print(f"{task.study}: {task.label}, lr {task.lr}, seed {task.seed}, {task.updates} updates", flush=True)
+        if not run(task.command(arguments.data, out), threads, until):
             print("out of time: call again to go on")
             return
-        row, curve = measured(study, label, seed, updates, words, threads, arguments.data, out)
+        row, curve, probes = measured(task, threads, arguments.data, out)
         with writing:
             append(arguments.results / "curves.csv", CURVE, curve)
+            append(arguments.results / "probes.csv", PROBE, probes)
             append(arguments.results / "runs.csv", ROW, [row])  # last: a row means that all of the run is there
 
-    writing = threading.Lock()
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        trainings = [pool.submit(train_and_measure, *one) for one in todo]
-        try:
-            for training in trainings:
-                training.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    report(arguments.results)
+    while True:
+        rows = table(arguments.results / "runs.csv")
+        todo = [
+            task
+            for task in tasks(names, arguments.seeds, arguments.updates, rows)
+            if not any(task.key.items() <= row.items() for row in rows)
+            and (not arguments.label or task.label.startswith(tuple(arguments.label)))
+        ]
+        if not todo or (until is not None and time.monotonic() > until):
+            break
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            trainings = [pool.submit(train_and_measure, task) for task in todo]
+            try:
+                for training in trainings:
+                    training.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    evidence_report.report(arguments.results)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib
 import matplotlib.pyplot as plt
 import table
+from matplotlib.ticker import LogLocator, NullFormatter
 
 matplotlib.use("Agg")
 
@@ -26,12 +27,26 @@ COLORS = {
     "torch.compile": "#9b5de5",
     "copy": "#8c8c8c",
 }
+WIDTHS = {"stored graph": 5.0, "checkpoint": 3.8, "reversible": 3.2}
+"""Lines coincide where all is well: those below are wider, and can be seen."""
 BLOCKS = ("conv block", "transformer block")
+OF_THE_SAME_STEPS = ("stored graph", "checkpoint", "reversible", "reversible, exact state")
+"""Their gradients approximate one and the same, that of the steps that ran. torchdeq's approximate the fixed point's,
+and are not drawn beside them."""
+STEPS = (*OF_THE_SAME_STEPS, "torchdeq Anderson, IFT", "torchdeq Broyden, IFT", "torchdeq Anderson, phantom")
+ERROR = "error of the gradient, against\nthe same steps in float64"
 FLOOR = 1e-9
 """An error of 0 is drawn here, on a logarithmic axis."""
 
 
 def draw(rows, folder):
+    for name, suffix, figure in figures(rows):
+        figure.savefig(folder / f"{name}{suffix}.png", dpi=150)
+        plt.close(figure)
+
+
+def figures(rows):
+    """Name, suffix and figure of each plot of a table."""
     series = defaultdict(dict)
     for row in rows:
         series[row.benchmark, row.provider, row.dtype, row.quantity][row.size] = row
@@ -40,17 +55,16 @@ def draw(rows, folder):
             [style, {"savefig.transparent": True, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25}]
         ):
             for name, figure in _figures(series):
-                figure.savefig(folder / f"{name}{suffix}.png", dpi=150, bbox_inches="tight")
-                plt.close(figure)
+                yield name, suffix, figure
 
 
 def _figures(series):
     if any(key[0] == "forward half-step" for key in series):
         yield "bandwidth", _bandwidth(series)
     if any(key[0].startswith("step, ") for key in series):
-        yield "memory", _against_depth(series, "bytes", "peak memory, MiB", 2**-20)
-        yield "time", _against_depth(series, "seconds", "time of a step, ms", 1e3)
-        yield "error", _against_depth(series, "gradient error", "error of the gradient (against float64)")
+        yield "memory", _against_depth(series, STEPS, "bytes", "peak memory, MiB", 2**-20)
+        yield "time", _against_depth(series, ("bare", *STEPS), "seconds", "time of a step, ms", 1e3)
+        yield "error", _against_depth(series, OF_THE_SAME_STEPS, "gradient error", ERROR)
         yield "depth", _summary(series)
     if any(key[0].startswith("breakdown") for key in series):
         yield "breakdown", _breakdown(series)
@@ -58,7 +72,7 @@ def _figures(series):
 
 def _bandwidth(series):
     """Achieved bandwidth by size; the copy is the limit."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+    figure, axes = _two_panels(sharey=True)
     for axis, direction in zip(axes, ("forward", "backward"), strict=True):
         for provider in ("fused", "fused, exact state", "unfused", "unfused, in place", "torch.compile", "copy"):
             points = series[f"{direction} half-step", provider, "float32", "seconds"]
@@ -66,10 +80,23 @@ def _bandwidth(series):
             speeds = [points[n].bytes_moved / points[n].p50 / 1e9 for n in sizes]
             line = "--" if provider == "copy" else "-"
             axis.plot(sizes, speeds, line, color=COLORS[provider], label=provider, marker=".")
-        axis.set(xscale="log", yscale="log", title=f"{direction} half-step, float32 f", xlabel="elements")
+        axis.set(yscale="log", title=f"{direction} half-step, float32 f", xlabel="elements")
         axis.set_xscale("log", base=2)
+        axis.yaxis.set_major_formatter("{x:g}")
     axes[0].set_ylabel("GB/s of the least that must be moved")
-    axes[1].legend(frameon=False, fontsize=7)
+    return _with_legend(figure)
+
+
+def _two_panels(**settings):
+    return plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained", **settings)
+
+
+def _with_legend(figure):
+    """One for all panels, above them, where it covers nothing."""
+    lines = {line.get_label(): line for axis in figure.axes for line in axis.lines}
+    shown = {label: line for label, line in lines.items() if not label.startswith("_")}
+    columns = 4 if len(shown) > 5 else len(shown)
+    figure.legend(shown.values(), shown, loc="outside upper center", ncols=columns, frameon=False, fontsize=8)
     return figure
 
 
@@ -79,41 +106,50 @@ def _lines(axis, series, benchmark, providers, quantity, factor=1.0):
         sizes = sorted(points)
         if sizes:
             values = [max(points[n].p50 * factor, FLOOR) for n in sizes]  # a NaN is left out
-            axis.plot(sizes, values, color=COLORS[provider], label=provider, marker=".")
+            width = WIDTHS.get(provider, 1.2)
+            axis.plot(
+                sizes, values, "o-", color=COLORS[provider], label=provider, linewidth=width, markersize=width + 2
+            )
     axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:g}")
     axis.set_yscale("log")
+    axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set_xlabel("steps N (2 N evaluations)")
 
 
-def _against_depth(series, quantity, label, factor=1.0):
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+def _plain_numbers(axis):
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+
+
+def _against_depth(series, providers, quantity, label, factor=1.0):
+    figure, axes = _two_panels(sharey=True)
     for axis, block in zip(axes, BLOCKS, strict=True):
-        _lines(axis, series, f"step, {block}", list(COLORS)[:8], quantity, factor)
+        _lines(axis, series, f"step, {block}", providers, quantity, factor)
         axis.set_title(block)
+    if factor != 1.0:
+        _plain_numbers(axes[0])
     axes[0].set_ylabel(label)
-    axes[1].legend(frameon=False, fontsize=7)
-    return figure
+    return _with_legend(figure)
 
 
 def _summary(series):
     """For the README: memory, and what the reconstruction adds to the gradient's error."""
-    figure, (memory, error) = plt.subplots(1, 2, figsize=(9, 3.2))
+    figure, (memory, error) = _two_panels()
     providers = ("stored graph", "checkpoint", "torchdeq Anderson, IFT", "reversible", "reversible, exact state")
     _lines(memory, series, "step, conv block", providers, "bytes", 2**-20)
-    memory.set_title("peak memory of a training step, MiB")
-    memory.legend(frameon=False, fontsize=7)
+    memory.set(title="peak memory of a training step", ylabel="MiB")
+    _plain_numbers(memory)
     _lines(error, series, "step, conv block", providers[3:], "reversal error")
-    _lines(error, series, "step, conv block", providers[2:3], "gradient error")
-    error.lines[-1].set_label("torchdeq Anderson, IFT (against the fixed point's)")
-    error.set_title("error of the gradient")
-    error.axhline(FLOOR, color="#8c8c8c", linewidth=0.7, linestyle=":")
-    error.annotate("0", (1, FLOOR), textcoords="offset points", xytext=(-10, -3), color="#8c8c8c")
-    error.legend(frameon=False, fontsize=7)
-    return figure
+    error.set_title("what going back adds to the gradient's error")
+    error.set_ylabel("relative error")
+    error.set_yticks([1, 1e-2, 1e-4, 1e-6, 1e-8, FLOOR], ["1", *(f"$10^{{{k}}}$" for k in (-2, -4, -6, -8)), "0"])
+    error.set_ylim(FLOOR / 3, 1)
+    return _with_legend(figure)
 
 
 def _breakdown(series):
-    figure, axis = plt.subplots(figsize=(9, 2.2))
+    figure, axis = plt.subplots(figsize=(9, 2.6), layout="constrained")
     problems = [p for p in (*BLOCKS, "tiny f") if any(key[0] == f"breakdown, {p}" for key in series)]
     colors = plt.get_cmap("tab20").colors
     for y, problem in enumerate(problems):
@@ -128,9 +164,10 @@ def _breakdown(series):
             left += seconds / whole
     axis.set_yticks(range(len(problems)), problems)
     axis.set_xlabel("share of a training step")
+    axis.set_xlim(0, 1)
     axis.invert_yaxis()
     axis.grid(False)
-    axis.legend(frameon=False, fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
+    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=8)
     return figure
 
 

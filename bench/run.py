@@ -36,6 +36,14 @@ PARTS = {
     "predict": [str(HERE / "predict.py")],
 }
 
+BENCHMARKS = {
+    "update": ("forward half-step", "backward half-step"),
+    "step": ("step, ", "tolerance, "),
+    "breakdown": ("breakdown, ", "own time of a half-step, ", "own time once, "),
+    "predict": ("predicted ",),
+}
+"""How the names of a part's benchmarks begin."""
+
 
 def machine():
     return {
@@ -50,10 +58,13 @@ def machine():
     }
 
 
-def merge(path, measured):
-    """The rows of benchmarks that ran replace those of an earlier run."""
+def merge(path, measured, finished=()):
+    """What was measured replaces the rows of an earlier run, and all rows of the parts that have finished. A row that
+    belongs to no part is of a benchmark that no longer exists, and is dropped."""
     again = {row.benchmark for row in measured}
-    kept = [row for row in table.read(path) if row.benchmark not in again] if path.exists() else []
+    others = tuple(start for part, starts in BENCHMARKS.items() if part not in finished for start in starts)
+    earlier = table.read(path) if path.exists() else []
+    kept = [row for row in earlier if row.benchmark not in again and row.benchmark.startswith(others)]
     table.write(path, kept + measured)
 
 
@@ -65,19 +76,19 @@ def main():
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     results = arguments.out / ("quick.csv" if arguments.quick else "results.csv")
-    start, failed = time.perf_counter(), []
+    start, finished, failed = time.perf_counter(), [], []
     with tempfile.TemporaryDirectory() as folder:
         part_table = Path(folder) / "part.csv"
         try:
             for name in [arguments.only] if arguments.only else PARTS:
                 print(f"== {name} ({time.perf_counter() - start:.0f} s)", flush=True)
                 command = [sys.executable, *PARTS[name], "--table", str(part_table)]
-                if subprocess.run(command + ["--quick"] * arguments.quick).returncode:
-                    failed.append(name)
+                code = subprocess.run(command + ["--quick"] * arguments.quick).returncode
+                (failed if code else finished).append(name)
         except KeyboardInterrupt:
             failed.append("interrupted")
         if part_table.exists():
-            merge(results, table.read(part_table))
+            merge(results, table.read(part_table), finished)
     if results.exists() and not arguments.quick:
         (arguments.out / "machine.json").write_text(json.dumps(machine(), indent=2) + "\n")
         plots.draw(table.read(results), arguments.out)

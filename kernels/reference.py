@@ -26,8 +26,12 @@ from . import half_step
 from .half_step import LANES, Coefficients, Linear, chunk_count
 
 
+def relaxed(state: Tensor, f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
+    return step.a * state + _moved_by(f, read, step)
+
+
 def relax(state: Tensor, f: Tensor, read: Tensor | None, copy: Tensor, step: Coefficients) -> None:
-    state.copy_(step.a * state + _moved_by(f, read, step))
+    state.copy_(relaxed(state, f, read, step))
     copy.copy_(state)
 
 
@@ -76,7 +80,9 @@ def _moved_by(f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
 def _in_rows(x: Tensor) -> Tensor:
     """x in the order of its memory, filled up with zeros: [chunks, ROWS, LANES]."""
     flat, chunks = x.as_strided((x.numel(),), (1,)), chunk_count(x)
-    return torch.nn.functional.pad(flat, (0, chunks * half_step.ROWS * LANES - flat.numel())).view(chunks, half_step.ROWS, LANES)
+    return torch.nn.functional.pad(flat, (0, chunks * half_step.ROWS * LANES - flat.numel())).view(
+        chunks, half_step.ROWS, LANES
+    )
 
 
 class HalfStep(half_step.HalfStep):

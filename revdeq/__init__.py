@@ -1,6 +1,8 @@
 """Reversible deep equilibrium models: exact gradients in constant memory."""
 
+import importlib as _importlib
 from pathlib import Path as _Path
+from typing import Any as _Any
 
 # Where the repository itself is imported, and not an installation, the kernels lie beside this folder.
 if not (_Path(__file__).parent / "kernels").exists():
@@ -8,10 +10,37 @@ if not (_Path(__file__).parent / "kernels").exists():
 
 from . import kernels
 from ._solver.layer import RevDEQ
-from ._solver.monitor import ReconstructionError, ReconstructionWarning
-from ._solver.scheme import Exact
+from ._solver.monitor import ConvergenceError, ConvergenceWarning, ReconstructionError, ReconstructionWarning
+from ._solver.options import Exact
 from ._solver.solve import Solution, solve
 from ._solver.verify import verify
 
-__version__ = "0.1.0"
-__all__ = ["Exact", "ReconstructionError", "ReconstructionWarning", "RevDEQ", "Solution", "kernels", "solve", "verify"]
+__version__ = "0.2.0.dev0"
+__all__ = [
+    "ConvergenceError",
+    "ConvergenceWarning",
+    "Exact",
+    "ReconstructionError",
+    "ReconstructionWarning",
+    "RevDEQ",
+    "Solution",
+    "baselines",
+    "kernels",
+    "models",
+    "solve",
+    "training",
+    "verify",
+]
+
+_LAZY = ("baselines", "models", "training")
+"""Modules that are imported when they are first asked for."""
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _LAZY:
+        return _importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

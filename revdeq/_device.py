@@ -1,30 +1,46 @@
-"""The devices that there are, and the peak memory of a computation by their allocators' own count."""
+"""The one module that knows devices: which there are, their generators, streams and events, and their memory.
+
+Everything takes the device that it is about. Nothing relies on which one is current.
+"""
 
 import contextlib
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+
+GPUS = ("cuda", "xpu")
+"""The types of those that are looked for. ROCm's are called cuda, too."""
 
 
 def devices() -> list[torch.device]:
     """All that revdeq can run on: GPUs, if there are any that work, and last the CPU."""
-    found = []
-    for kind in ("cuda", "xpu"):
-        with contextlib.suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            module = getattr(torch, kind)
-            found += [torch.device(kind, i) for i in range(module.device_count() if module.is_available() else 0)]
-    return [*found, torch.device("cpu")]
+    return [*(torch.device(kind, i) for kind in GPUS for i in range(count(kind))), torch.device("cpu")]
+
+
+def count(kind: str) -> int:
+    """Of the GPUs of a type that work."""
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = getattr(torch, kind)
+        return module.device_count() if module.is_available() else 0
+    return 0
+
+
+def api(device: torch.device) -> ModuleType:
+    """torch.cuda, torch.xpu or the like."""
+    return getattr(torch, device.type)
 
 
 def name(device: torch.device) -> str:
     if device.type != "cpu":
-        return getattr(torch, device.type).get_device_name(device)
+        return api(device).get_device_name(device)
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -32,17 +48,100 @@ def name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
+def make_current(device: torch.device) -> None:
+    """The one that this process uses where it names none."""
+    if device.type != "cpu":
+        api(device).set_device(device)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all that it was asked to."""
     if device.type != "cpu":
-        getattr(torch, device.type).synchronize(device)
+        api(device).synchronize(device)
+
+
+def can_look(x: Tensor) -> bool:
+    """Whether x can be read without waiting for a device."""
+    return x.device.type == "cpu"
+
+
+class Event(Protocol):
+    """A point in the work of a device."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+
+
+class _Past:
+    """An event of the CPU, which has done what it was asked to."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+def mark(device: torch.device) -> Event:
+    """The end of what this thread has asked the device to do so far."""
+    if device.type == "cpu":
+        return _Past()
+    event = api(device).Event()
+    event.record(api(device).current_stream(device))  # without a stream it would be the current device's
+    return event
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether this thread records a graph, with this device or with the current one of its type. Then no event may be
+    asked and nothing waited for, on any device."""
+    if device.type == "cpu":
+        return False
+    capturing = getattr(api(device), "is_current_stream_capturing", None)
+    if capturing is None:
+        return False
+    if capturing():
+        return True
+    with api(device).device(device):
+        return capturing()
+
+
+def generator_states(device: torch.device) -> list[Tensor | None]:
+    """Of the CPU's generator and of the device's. None stands for one that cannot be read while a graph is recorded:
+    CUDA's before torch 2.10."""
+    states: list[Tensor | None] = [torch.get_rng_state()]
+    if device.type != "cpu":
+        try:
+            states.append(api(device).get_rng_state(device))
+        except RuntimeError:
+            if not is_capturing(device):
+                raise
+            states.append(None)
+    return states
+
+
+def set_generator_states(device: torch.device, states: Sequence[Tensor | None]) -> None:
+    """What cannot be read is left alone."""
+    cpu, *others = states
+    assert cpu is not None
+    torch.set_rng_state(cpu)
+    for state in others:
+        if state is not None:
+            api(device).set_rng_state(state, device)
+
+
+def allocated(device: torch.device) -> int | None:
+    """The most bytes that were ever allocated on a GPU, by its allocator's own count."""
+    return None if device.type == "cpu" else api(device).max_memory_allocated(device)
 
 
 def peak_memory(run: Callable[[], Any], device: torch.device | str = "cpu") -> int:
     """The largest number of bytes in tensors that were allocated during `run` and alive at the same time."""
     device = torch.device(device)
     if device.type != "cpu":
-        gpu = getattr(torch, device.type)
+        gpu = api(device)
         gpu.synchronize(device)
         before = gpu.memory_allocated(device)
         gpu.reset_peak_memory_stats(device)

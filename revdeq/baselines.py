@@ -1,33 +1,26 @@
 """The same iteration by other means, to compare with: plain autograd, which stores the graph of every
 evaluation of f, and `torch.utils.checkpoint`, which stores the input of every evaluation."""
 
-import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ._solver.unrolled import unrolled
+from .kernels.half_step import Coefficients
 
-def stored_graph(f: Callable[..., Tensor], z0: Tensor, *args: Any, beta: float = 0.5, max_steps: int = 8) -> Tensor:
+
+def stored_graph(
+    f: Callable[..., Any], z0: Any, *args: Any, beta: float = 0.5, gamma: float = 1.0, max_steps: int = 8
+) -> Any:
     """What `revdeq.solve(...).z` computes, bit for bit, differentiated by plain autograd."""
-    beta = ctypes.c_float(beta).value
-    y = z = z0.double()
-    for _ in range(max_steps):
-        y = (1 - beta) * y + beta * f(z.to(z0.dtype), *args).double()
-        z = (1 - beta) * z + beta * f(y.to(z0.dtype), *args).double()
-    return z.to(z0.dtype)
+    return unrolled(f, z0, args, Coefficients.rounded(beta, gamma), max_steps)[1]
 
 
-def checkpointed(f: Callable[..., Tensor], z0: Tensor, *args: Any, beta: float = 0.5, max_steps: int = 8) -> Tensor:
+def checkpointed(
+    f: Callable[..., Any], z0: Any, *args: Any, beta: float = 0.5, gamma: float = 1.0, max_steps: int = 8
+) -> Any:
     """The same with a checkpoint around every half-step."""
-    beta = ctypes.c_float(beta).value
-
-    def half_step(state: Tensor, other: Tensor) -> Tensor:
-        return (1 - beta) * state + beta * f(other.to(z0.dtype), *args).double()
-
-    y = z = z0.double()
-    for _ in range(max_steps):
-        y = checkpoint(half_step, y, z, use_reentrant=False)
-        z = checkpoint(half_step, z, y, use_reentrant=False)
-    return z.to(z0.dtype)
+    around = functools.partial(checkpoint, use_reentrant=False)
+    return unrolled(f, z0, args, Coefficients.rounded(beta, gamma), max_steps, around)[1]

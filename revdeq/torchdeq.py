@@ -4,24 +4,46 @@
     deq = torchdeq.get_deq(core="reversible", f_max_iter=8, beta=0.5)
     z_out, info = deq(f, z0)          # z_out[-1] is the fixed point, info a SolverStat, as with any core
 
-`f_max_iter` counts evaluations of f, two to a step. `f_tol` is the tolerance on the relative change of a
-step; without it, or with None, exactly `f_max_iter` evaluations are made.
+A program with torchdeq's command line runs with `--core reversible`. `add_args(parser)` adds flags for the settings of
+`revdeq.solve`: `--rev_beta`, `--rev_state` and so on.
 """
 
+import argparse
+import ast
+import contextlib
 import difflib
-import warnings
+import functools
+import inspect
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torchdeq
-from torch import Tensor
+from torch import Tensor, nn
 from torchdeq.core import DEQBase
+from torchdeq.dropout import _VariationalDropoutNd
 from torchdeq.solver.stat import SolverStat
 from torchdeq.utils.config import DEQConfig
+from torchdeq.utils.layer_utils import deq_decorator
 
-from ._solver.solve import checked_beta, checked_tol, solve
+from ._solver.solve import solve
+from ._solver.stateful import modules_of
 
-KNOWN = ("core", "beta", "f_max_iter", "f_tol", "eval_factor", "eval_f_max_iter", "no_stat")
+SETTINGS: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(solve).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("max_steps", "tol")
+}
+"""What `revdeq.solve` takes beside the number of steps and the tolerance, which have names of torchdeq's."""
+
+USED = (
+    "core", "f_max_iter", "f_tol", "eval_factor", "eval_f_max_iter", "no_stat",
+    "n_states", "indexing", "grad", "sup_gap", "sup_loc",
+)  # fmt: skip
+"""Settings of torchdeq's that mean something to this core."""
 
 MEANINGLESS = {
     "f_solver": "fixed_point_iter",
@@ -32,128 +54,296 @@ MEANINGLESS = {
     "b_stop_mode": "abs",
     "ift": False,
     "hook_ift": False,
-    "grad": [1],
     "tau": 1.0,
-    "sup_gap": -1,
-    "sup_loc": [],
-    "gamma": 0.8,
 }
 """Settings, with torchdeq's defaults, that tune another solver or an approximation to the gradient."""
 
-UNSUPPORTED = {"n_states": 1, "indexing": []}
-"""Settings, with torchdeq's defaults, that ask for states on the way, which are not kept."""
-
 ELSEWHERE = ("norm_", "sn_", "jac_", "sradius_mode")
 """Beginnings of settings that other parts of torchdeq read from the same configuration."""
+
+log = logging.getLogger(__name__)
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Flags for the settings of `revdeq.solve`, beside those of `torchdeq.utils.add_deq_args`.
+
+    They begin with rev_, because a program may have a --check or a --gamma of its own, and torchdeq does: its gamma is
+    the weight of earlier states in `torchdeq.loss.fp_correction`.
+    """
+    group = parser.add_argument_group("with --core reversible")
+    for name, default in SETTINGS.items():
+        words = f"{name} of revdeq.solve (default: {default})"
+        group.add_argument(f"--rev_{name}", type=_value, default=argparse.SUPPRESS, help=words)
+
+
+def _value(text: str) -> Any:
+    """A number, None, or the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
 
 
 class DEQReversible(DEQBase):
     """A torchdeq core whose gradient is that of the iteration itself (see `revdeq.solve`).
 
-    beta: the relaxation, in (0, 2) and not 1.
-    f_max_iter: evaluations of f, an even number.
-    f_tol: stop after the first step whose relative change is at most this.
-    eval_factor, eval_f_max_iter: as in torchdeq, in evaluations.
-    no_stat: leave out the statistics, which cost one more evaluation of f.
+    f_max_iter: evaluations of f, two to a step: an odd number is rounded up. With 0 the solver is skipped, and what is
+        left is what torchdeq does then: in training, the evaluations of `grad`, if that is given; otherwise z_init
+        is returned as it is.
+    f_tol: stop after the first step whose relative change is at most this. None, 0 or nothing: make all evaluations.
+    eval_factor, eval_f_max_iter: as in torchdeq.
+    n_states, indexing: in training, also the states after these evaluations, as torchdeq counts them. The gradient
+        goes through all of them. A solve begins at each, from y = z, as in torchdeq's core "sliced"; its ends are put
+        aside, so that memory grows with their number.
+    grad, sup_gap, sup_loc: in training, also the states that torchdeq would take out of its last `grad` evaluations.
+    no_stat: leave out the statistics, which cost one more evaluation of f; so does f_solver="simple_fixed_point_iter".
+    beta, state, check and whatever else `revdeq.solve` takes by name.
+
+    A Namespace, which may be that of a whole program, is read for these names and for no others. Settings of
+    `revdeq.solve` are also found there with rev_ before their name (`add_args`), which comes first; gamma only so,
+    because it is torchdeq's without. A plain name with a value that means nothing here is taken to be the program's.
     """
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
-        config = DEQConfig(args)
-        config.update(**kwargs)
-        given = {k: v for k, v in config.config.items() if v is not None}
-        _check_keywords(given)
+        # get_deq writes what it is called with into the configuration, and only its frame still knows what that was.
+        caller = sys._getframe(1)
+        named = caller.f_locals["kwargs"] if caller.f_code is torchdeq.core.get_deq.__code__ else kwargs
+        config = {**DEQConfig(args).config, **kwargs}
         super().__init__(args=config)
-        self.beta = given.get("beta", 0.5)
-        self.tol = given.get("f_tol")
+        unknown = _checked_spelling(named)
+        self.settings, foreign = _settings(config, named)
+        _say_what_is_ignored(config, [*unknown, *foreign])
+        given = {name: config[name] for name in USED if config.get(name) is not None}
         self.f_max_iter = given.get("f_max_iter", 40)
-        scaled = 2 * int(self.f_max_iter * given.get("eval_factor", 1) / 2)
+        self.f_tol = given.get("f_tol")
+        steps = _steps(self.f_max_iter, "f_max_iter")
+        scaled = int(self.f_max_iter * given.get("eval_factor", 1))
         self.eval_f_max_iter = given.get("eval_f_max_iter") or scaled
-        self.no_stat = bool(given.get("no_stat", False))
-        checked_beta(self.beta), checked_tol(self.tol)
-        _steps(self.f_max_iter, "f_max_iter"), _steps(self.eval_f_max_iter, "eval_f_max_iter")
+        self.no_stat = bool(given.get("no_stat", config.get("f_solver") == "simple_fixed_point_iter"))
+        self.n_states = given.get("n_states", 1)
+        self.indexing = list(given.get("indexing", []))
+        grad = given.get("grad", [])
+        self.grad = [grad] if isinstance(grad, int) else list(grad)
+        self.sup_gap, self.sup_loc = given.get("sup_gap", -1), list(given.get("sup_loc", []))
+        _steps(self.eval_f_max_iter, "eval_f_max_iter"), _tolerance(self.f_tol)
+        _probe(steps, self.settings)
 
     def forward(
         self,
-        func: Any,
+        func: Callable[..., Any],
         z_init: Any,
         solver_kwargs: dict[str, Any] | None = None,
         sradius_mode: bool = False,
         backward_writer: Any = None,
         **kwargs: Any,
     ) -> tuple[list[Any], SolverStat]:
-        solver_kwargs = dict(solver_kwargs or {})
-        f_max_iter = solver_kwargs.pop("f_max_iter", self.f_max_iter if self.training else self.eval_f_max_iter)
-        tol = solver_kwargs.pop("tol", self.tol)
-        if solver_kwargs or kwargs:
-            unknown = ", ".join(sorted({*solver_kwargs, *kwargs}))
-            raise TypeError(
-                f"the core 'reversible' does not take {unknown}: it takes f_max_iter and tol in solver_kwargs"
-            )
-        if backward_writer is not None:
-            warnings.warn(
-                "the core 'reversible' solves no backward system: backward_writer is not called", stacklevel=2
-            )
+        """Solve z = func(z) from z_init by the reversible iteration.
+
+        func: takes the state, or as many tensors as z_init has, and returns as many.
+        z_init: a tensor, or a tuple or list of tensors.
+        solver_kwargs: for this call, f_max_iter, tol and settings of `revdeq.solve`. What tunes another solver (tau, m,
+            lam) is ignored, and so is beta = 1, which is Anderson's default and no beta of this one.
+        sradius_mode: in evaluation, put the spectral radius of func's Jacobian in the statistics.
+        backward_writer, kwargs: ignored. There is no backward solver to write about.
+
+        Returns the states, of which the last is the fixed point, with their gradient (in evaluation that one alone),
+        and the statistics of the solver. nstep counts evaluations of func.
+        """
         several = isinstance(z_init, (tuple, list))
-        initial = tuple(z_init) if several else z_init
+        if not several and not isinstance(z_init, Tensor):
+            raise TypeError(f"z_init = {z_init!r} must be a tensor, or a tuple or list of tensors")
+        given = {name: value for name, value in (solver_kwargs or {}).items() if value is not None}
+        f_max_iter = given.get("f_max_iter", self.f_max_iter if self.training else self.eval_f_max_iter)
+        settings = {**self.settings, **{name: given[name] for name in SETTINGS if name in given}}
+        if settings["beta"] == 1:
+            settings["beta"] = self.settings["beta"]
+
+        modules = [module for outermost in modules_of(func) for module in outermost.modules()]
+        _refuse_hooks(modules)
+        memory: list[tuple[nn.Module, str, Any]] = []
 
         def f(z: Any) -> Any:
-            return tuple(func(*z)) if several else func(z)
+            with _remembered(memory):
+                if not several:
+                    return func(z)
+                out = func(*z)
+            if isinstance(out, Tensor) or len(out) != len(z):
+                what = "a tensor" if isinstance(out, Tensor) else f"{len(out)} parts"
+                raise TypeError(f"func returned {what}: z_init has {len(z)} parts, and func must return as many")
+            return tuple(out)
 
-        solution = solve(f, initial, beta=self.beta, max_steps=_steps(f_max_iter, "f_max_iter"), tol=tol)
-        z = list(solution.z) if several else solution.z
-        return [z], self._statistics(f, solution, sradius_mode and not self.training)
+        z = tuple(z_init) if several else z_init
+        ends = self._ends(f_max_iter)
+        states, nfe = _solved(f, z, ends, _tolerance(given.get("tol", self.f_tol)), settings)
+        memory += _computed(modules)
+        info = self._statistics(f, states[-1], nfe)
+        if not self.training:
+            info["sradius"] = torch.zeros(1, device=info["abs_lowest"].device)
+            if sradius_mode:
+                wrapped, _ = deq_decorator(func, z_init, no_stat=False)
+                info["sradius"] = self._sradius(wrapped, wrapped.list2vec(states[-1]).detach().clone())
+        return [list(z) if several else z for z in states], info
 
-    def _statistics(self, f: Any, solution: Any, sradius_mode: bool) -> SolverStat:
-        if self.no_stat:
-            info = SolverStat(nstep=torch.tensor([float(solution.nfe)]))
+    def _ends(self, f_max_iter: Any) -> list[int]:
+        """The steps after which a state is asked for. The last is the last of all."""
+        if not self.training:
+            return [_steps(f_max_iter, "eval_f_max_iter")]
+        if _steps(f_max_iter, "f_max_iter") == 0 and self.grad:
+            f_max_iter = max(self.grad)
+        if self.n_states > 1:
+            n = max(1, min(math.ceil(f_max_iter), self.n_states))
+            samples = [f_max_iter - (n - 1 - k) * (f_max_iter // n) for k in range(n)]
         else:
-            with torch.no_grad():
-                z = solution.z if isinstance(solution.z, tuple) else (solution.z,)
-                fz = f(solution.z)
-                info = SolverStat.from_final_step(
-                    _by_sample(z), _by_sample(fz if isinstance(fz, tuple) else (fz,)), solution.nfe
-                )
-        if sradius_mode:
-            if isinstance(solution.z, tuple):
-                raise TypeError(
-                    f"sradius_mode = True needs a state of one tensor, not of {len(solution.z)}: leave it out"
-                )
-            info["sradius"] = self._sradius(f, solution.z.detach().clone())
-        return info
+            samples = [*(i for i in self.indexing if 0 < i < f_max_iter), f_max_iter]
+        grads = self.grad if len(self.grad) == len(samples) else (self.grad or [1])[:1] * len(samples)
+        evaluations: list[Any] = []
+        for sample, grad in zip(samples, grads, strict=True):
+            inner = [grad]
+            if self.sup_gap > 0:
+                inner = list(range(self.sup_gap, grad + 1, self.sup_gap)) or inner
+            elif self.sup_loc:
+                inner = [i for i in range(1, grad + 1) if i in self.sup_loc] + inner
+            evaluations += [max(sample - grad + i, 0) for i in inner]
+        return [math.ceil(n / 2) for n in evaluations]
+
+    def _statistics(self, f: Callable[..., Any], z: Any, nfe: int) -> SolverStat:
+        if self.no_stat:
+            return SolverStat(nstep=torch.tensor([float(nfe)]))
+        # With the graph, if there is one: an f that registers hooks (hook_ift) needs it.
+        z = tuple(x.detach() for x in z) if isinstance(z, tuple) else z.detach()
+        return SolverStat.from_final_step(_by_sample(z), _by_sample(f(z)).detach(), nfe)
 
 
-def _by_sample(state: tuple[Tensor, ...]) -> Tensor:
+def _solved(
+    f: Callable[..., Any], z: Any, ends: list[int], tol: float | None, settings: dict[str, Any]
+) -> tuple[list[Any], int]:
+    """The states after these steps, and the evaluations that it took."""
+    leaf = z[0] if isinstance(z, tuple) else z
+    states, steps, nfe, arrived = {0: z}, 0, 0, False
+    draw = _generator_states(leaf.device) if len(set(ends)) > 1 else []
+    for end in sorted(set(ends)):
+        if end > steps and not arrived:
+            if nfe:  # all of them see the same random draw
+                _set_generator_states(leaf.device, draw)
+            solution = solve(f, z, max_steps=end - steps, tol=tol, **settings)
+            z, nfe = solution.z, nfe + solution.nfe
+            arrived = tol is not None and bool(solution.residual <= tol)
+            steps = end
+        states[end] = z
+    return [states[end] for end in ends], nfe
+
+
+def _refuse_hooks(modules: list[nn.Module]) -> None:
+    for module in modules:
+        if isinstance(module, DEQBase) and not isinstance(module, DEQReversible) and module.args.get("hook_ift"):
+            raise RuntimeError(
+                "func contains a core of torchdeq's with hook_ift=True, whose hook keeps the graph of every evaluation "
+                "of func alive: use ift=True there, which has the same gradient"
+            )
+
+
+def _computed(modules: list[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
+    """What `torchdeq.reset_deq` computes anew before each forward pass: normalised weights and dropout masks."""
+    weights = [
+        (module, name) for module in modules for name in getattr(getattr(module, "_deq_norm", None), "names", ())
+    ]
+    masks = [(module, "mask") for module in modules if isinstance(module, _VariationalDropoutNd)]
+    return [(module, name, getattr(module, name)) for module, name in (*weights, *masks)]
+
+
+@contextlib.contextmanager
+def _remembered(memory: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """Around an evaluation in the backward pass: what there was in the forward pass is there again."""
+    changed = [(module, name, getattr(module, name)) for module, name, x in memory if getattr(module, name) is not x]
+    if not changed:
+        yield
+        return
+    for module, name, x in memory:
+        setattr(module, name, x)
+    try:
+        yield
+    finally:
+        for module, name, x in changed:
+            setattr(module, name, x)
+
+
+def _generator_states(device: torch.device) -> list[Tensor]:
+    own = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
+    return [torch.get_rng_state(), *own]
+
+
+def _set_generator_states(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def _by_sample(state: Any) -> Tensor:
     """The state as one vector per sample."""
-    return torch.cat([x.flatten(1) if x.dim() > 1 else x.reshape(-1, 1) for x in state], 1)
+    parts = state if isinstance(state, tuple) else (state,)
+    return torch.cat([x.flatten(1) if x.dim() > 1 else x.reshape(-1, 1) for x in parts], 1)
 
 
 def _steps(f_max_iter: Any, name: str) -> int:
-    if not isinstance(f_max_iter, (int, float)) or f_max_iter < 2 or f_max_iter % 2 != 0:
-        raise ValueError(f"{name} = {f_max_iter!r} must be even and at least 2: a reversible step evaluates f twice")
-    return int(f_max_iter) // 2
+    if not isinstance(f_max_iter, (int, float)) or not 0 <= f_max_iter < math.inf:
+        raise ValueError(f"{name} = {f_max_iter!r} must be a number of evaluations of f, 0 or more")
+    steps = math.ceil(f_max_iter / 2)
+    if 2 * steps != f_max_iter:
+        _say_it_is_rounded(float(f_max_iter))
+    return steps
 
 
-def _check_keywords(given: dict[str, Any]) -> None:
-    """A configuration may be that of a whole program, so that what is unknown need not be meant for a core."""
-    strange = []
-    for name, value in given.items():
-        if name in UNSUPPORTED and value != UNSUPPORTED[name]:
-            raise ValueError(f"{name} = {value!r}: the core 'reversible' keeps no states on the way; leave it out")
-        if name in MEANINGLESS and value != MEANINGLESS[name]:
-            warnings.warn(
-                f"{name} = {value!r} means nothing to the core 'reversible', whose gradient is exact: leave it out",
-                stacklevel=5,
-            )
-        if name in (*KNOWN, *MEANINGLESS, *UNSUPPORTED) or name.startswith(ELSEWHERE):
-            continue
-        if close := difflib.get_close_matches(name, KNOWN, n=1):
-            raise TypeError(f"unknown keyword {name} = {value!r}: did you mean {close[0]}?")
-        strange.append(name)
-    if strange:
-        warnings.warn(
-            f"the core 'reversible' does not use {', '.join(sorted(strange))}: it takes {', '.join(KNOWN)}",
-            stacklevel=5,
-        )
+@functools.cache
+def _say_it_is_rounded(evaluations: float) -> None:
+    even = 2 * math.ceil(evaluations / 2)
+    log.warning("f_max_iter = %g is rounded up to %d: a reversible step evaluates f twice", evaluations, even)
+
+
+def _tolerance(f_tol: Any) -> float | None:
+    if f_tol is None or f_tol == 0:
+        return None
+    if not isinstance(f_tol, (int, float)) or not 0 < f_tol < math.inf:
+        raise ValueError(f"f_tol = {f_tol!r} must be positive and finite; 0 or None makes all f_max_iter evaluations")
+    return float(f_tol)
+
+
+def _settings(config: dict[str, Any], named: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The settings of `revdeq.solve`, and the names that are the program's own."""
+    settings, foreign = dict(SETTINGS), []
+    for name in SETTINGS:
+        if name in named:
+            settings[name] = named[name]
+        elif f"rev_{name}" in config:
+            settings[name] = config[f"rev_{name}"]
+        elif name != "gamma" and config.get(name) is not None:
+            try:
+                _probe(1, {name: config[name]})
+                settings[name] = config[name]
+            except (TypeError, ValueError):
+                foreign.append(name)
+    return settings, foreign
+
+
+def _probe(steps: int, settings: dict[str, Any]) -> None:
+    """Whether the solver takes these settings, it knows best."""
+    with torch.no_grad():
+        solve(lambda z: 0.5 * z, torch.zeros(1, device="cpu"), max_steps=max(1, steps), **settings)
+
+
+def _checked_spelling(named: dict[str, Any]) -> list[str]:
+    """The names of keywords that mean nothing here, and look like none that does."""
+    known = (*USED, *SETTINGS, *(f"rev_{name}" for name in SETTINGS), *MEANINGLESS, "gamma")
+    unknown = [name for name in named if name not in known and not name.startswith(ELSEWHERE)]
+    for name in unknown:
+        if close := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+            raise TypeError(f"unknown keyword {name} = {named[name]!r}: did you mean {close[0]}?")
+    return unknown
+
+
+def _say_what_is_ignored(config: dict[str, Any], names: list[str]) -> None:
+    tuned = [name for name, default in MEANINGLESS.items() if config.get(name, default) != default]
+    if rows := [f"{name} = {config[name]!r}" for name in (*tuned, *names)]:
+        log.info("the core 'reversible', whose gradient is exact, does not use %s", ", ".join(rows))
 
 
 torchdeq.register_deq("reversible", DEQReversible)

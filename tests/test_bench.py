@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import run
 from compare import verdict
-from readme import filled, markdown
+from readme import RESULTS, filled, markdown
 from table import Row, Table, percentiles, read, write
 from turns import ratio, take_turns
 
@@ -97,3 +98,24 @@ def test_numbers_are_filled_in_between_their_marks():
     assert markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
     with pytest.raises(SystemExit, match="asks for the numbers 'nothing'"):
         filled(text.replace("machine", "nothing"), Numbers())
+
+
+def test_rows_of_benchmarks_that_no_longer_exist_are_dropped(tmp_path):
+    names = ("step, conv block", "step, old block", "tolerance, conv block", "predicted relax", "own time, tiny f")
+    write(tmp_path / "results.csv", [row(1, 1, 1, benchmark=name) for name in names])
+    measured = [row(2, 2, 2, benchmark="step, conv block")]
+
+    run.merge(tmp_path / "results.csv", measured)  # its part was interrupted: what it did not measure is kept
+    kept = {r.benchmark: r.p50 for r in read(tmp_path / "results.csv")}
+    assert kept == {"step, conv block": 2, "step, old block": 1, "tolerance, conv block": 1, "predicted relax": 1}
+
+    run.merge(tmp_path / "results.csv", measured, finished=["step"])
+    assert [r.benchmark for r in read(tmp_path / "results.csv")] == ["predicted relax", "step, conv block"]
+
+
+def test_every_committed_row_is_of_a_part_and_of_a_commit():
+    rows = read(RESULTS / "results.csv")
+    starts = tuple(start for starts in run.BENCHMARKS.values() for start in starts)
+    assert run.BENCHMARKS.keys() == run.PARTS.keys()
+    assert all(r.benchmark.startswith(starts) for r in rows)
+    assert not [r for r in rows if r.commit.endswith("-dirty")]

@@ -32,7 +32,7 @@ def verdicts():
     """Those of one test do not come in the next."""
     yield
     measure.synchronize(DEVICE)
-    revdeq._solver.monitor.settle()
+    revdeq._solver.deferred.settle()
 
 
 @pytest.fixture

@@ -20,9 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _device
 from ..kernels.half_step import HalfStep
-from .function import Evaluation, State
-from .monitor import Monitor, can_look, typical_magnitude
+from .context import Disturbed
+from .function import Function
+from .inputs import State
+from .monitor import Monitor, typical_magnitude
+from .options import Options
+from .replay import Replay
 from .scheme import Scheme
 
 NORM_FLOOR = 1e-5
@@ -34,10 +39,9 @@ class Iteration:
     """What to iterate, and after the forward pass: the steps that were taken, and the squared 2-norms of the
     last change of z and of z."""
 
-    f: Evaluation
+    f: Function
     scheme: Scheme
-    max_steps: int
-    tol: float | None
+    options: Options
     monitor: Monitor | None
     steps: int = 0
     norms: Tensor | None = None
@@ -57,31 +61,45 @@ class Outcome:
 def iterate(it: Iteration, initial: State) -> Outcome:
     """The forward pass. Where divergence can be seen without waiting for the device it is an error."""
     initial = [x.detach() for x in initial]
-    outcome = _iterate(it, initial, look=it.tol is not None)
-    if it.tol is None and can_look(initial[0]) and not math.isfinite(_residual(it)):
-        it.steps = 0
-        return _iterate(it, initial, look=True)  # once more, to say at which step
+    outcome = _iterate(it, initial, look=it.options.tol is not None)
+    if it.options.tol is None and _device.can_look(initial[0]):
+        assert it.norms is not None
+        if not math.isfinite(relative_change(*it.norms.tolist())):
+            it.steps = 0
+            return _iterate(it, initial, look=True)  # once more, to say at which step
     return outcome
 
 
 def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
-    """With `look`, after each step: it waits for the device."""
+    """If `look`, test for convergence after each step (synchronises)."""
+    max_steps, keep = it.options.max_steps, it.options.keep
+    # With a tolerance, any evaluation may turn out to be one of the last.
+    kept_from = 2 * max_steps - keep if it.options.tol is None or not keep else 0
     z_copy = [x.clone() for x in initial]
-    f_z = it.f.first(z_copy)
+    try:
+        f_z = it.f.first(z_copy)
+    except Disturbed:  # which f may have left in z_copy, too
+        z_copy = [x.clone() for x in initial]
+        f_z = it.f.first(z_copy)
+    step = it.scheme.step
+    if step.c and it.f.changes_its_input:
+        for c, x in zip(z_copy, initial, strict=True):
+            c.copy_(x)
+    if it.options.tol is not None:
+        it.f.shards.refuse_tolerance()
     y_copy = [torch.empty_like(c) for c in z_copy]
     y = it.scheme.start(initial, z_copy)
     z = [x.clone() for x in y]
-    relax_y, relax_z = it.scheme.bind(y, y_copy, it.max_steps), it.scheme.bind(z, z_copy, it.max_steps)
-    step = it.scheme.step
-    if it.tol is None:
+    relax_y, relax_z = it.scheme.bind(y, y_copy, max_steps), it.scheme.bind(z, z_copy, max_steps)
+    if it.options.tol is None:
         it.scheme.make_room([*relax_y, *relax_z])
     while True:
         it.steps += 1
-        last = it.steps == it.max_steps
+        last = it.steps == max_steps
         for half_step, out, z_read in zip(relax_y, f_z, z_copy, strict=True):
             half_step.relax(out, z_read, step)
         del f_z
-        f_y = it.f.value(y_copy)
+        f_y = it.f.value(y_copy, keep=2 * it.steps - 1 >= kept_from)
         rows = zip(relax_z, f_y, y_copy, strict=True)
         if look or last:
             partial = [h.relax_norms(out, y_read, step).sum((1, 2)) for h, out, y_read in rows]
@@ -90,36 +108,34 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
             for half_step, out, y_read in rows:
                 half_step.relax(out, y_read, step)
         del f_y
-        if look:
-            it.scheme.check([*relax_y, *relax_z], it.steps)
-        if (look and _has_arrived(it, initial)) or last:
+        if look and _has_arrived(it, it.scheme.look(it.norms, [*relax_y, *relax_z], it.steps), initial):
             break
-        f_z = it.f.value(z_copy)
+        if last:
+            break
+        f_z = it.f.value(z_copy, keep=2 * it.steps >= kept_from)
     if any(c.is_inference() or c._version > 0 for c in y_copy):  # f changed its input in place, or may have
         y_copy = it.scheme.read(y, y_copy)
     if not look:
-        it.scheme.check([*relax_y, *relax_z], None)
+        it.scheme.check([*relax_y, *relax_z])
     return Outcome(y, z, y_copy, z_copy, [h.spilled for h in (*relax_y, *relax_z)])
 
 
 class Reversible(torch.autograd.Function):
-    """The outcome of an iteration as a function of the initial state and of `f.inputs`: the last y, then the
+    """The outcome of an iteration as a function of the initial state and of f's inputs: the last y, then the
     last z. It is only now, when f has been evaluated, that all of its inputs are known."""
 
     @staticmethod
     def forward(ctx: Any, it: Iteration, outcome: Outcome, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.it, ctx.size, ctx.spills, ctx.spent = it, len(outcome.y), len(outcome.spilled[0]), False
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*itertools.chain(outcome.y, outcome.z, *outcome.spilled), *tensors)
+        own = [*itertools.chain(outcome.y, outcome.z, *outcome.spilled), *tensors[: len(outcome.y)]]
+        ctx.layouts = [_Layout.of(x) for x in own]
+        ctx.save_for_backward(*own, *tensors[len(outcome.y) :])
         return (*outcome.y_copy, *outcome.z_copy)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate "
-                "an iteration that you unroll yourself"
-            )
+        refuse_unsupported(grads)
         if ctx.spent:
             raise RuntimeError(
                 "this backward pass was interrupted and cannot run a second time: it had begun to undo the steps. "
@@ -127,6 +143,7 @@ class Reversible(torch.autograd.Function):
             )
         it, size, step = ctx.it, ctx.size, ctx.it.scheme.step
         saved = list(ctx.saved_tensors)  # all of them, for autograd's check that none was changed in place
+        saved = [layout.restored(x) for layout, x in zip(ctx.layouts, saved, strict=False)]
         last, initial = saved[: 2 * size], [x.detach() for x in saved[2 * size * (1 + ctx.spills) :][:size]]
         spilled = [saved[2 * size + i * ctx.spills :][: ctx.spills] for i in range(2 * size)]
         keep = _graph_is_kept()
@@ -140,18 +157,21 @@ class Reversible(torch.autograd.Function):
 
         # An adjoint is kept multiplied by b, to be the seed of the next product, and its decay by a waits
         # for the pass that adds to it: the first such pass must find the gradient of y divided by a.
-        y_adjoint = [_scaled(g, step.b / step.a, c) for g, c in zip(grads[:size], copy, strict=True)]
-        z_adjoint = [_scaled(g, step.b, c) for g, c in zip(grads[size:], copy, strict=True)]
-        initial_needs_grad = any(ctx.needs_input_grad[2 : 2 + size])
-        totals = Totals(it.f.inputs)
+        y_adjoint = [scaled(g, step.b / step.a, c) for g, c in zip(grads[:size], copy, strict=True)]
+        z_adjoint = [scaled(g, step.b, c) for g, c in zip(grads[size:], copy, strict=True)]
+        first = it.steps - min(it.options.backward_steps or it.steps, it.steps)
+        initial_needs_grad = first == 0 and any(ctx.needs_input_grad[2 : 2 + size])
+        inputs = it.f.inputs.tensors
+        totals = Totals(inputs)
         maxima: State = []
-        with it.f.again():
-            for n in reversed(range(it.steps)):
+        replay = Replay(it.f, keep_graph=keep)
+        with replay.running():
+            for n in reversed(range(first, it.steps)):
                 # copy is y_{n+1}; undo z_{n+1} = a z_n + b f(y_{n+1}) + c y_{n+1}
-                out, vjp, by_inputs = it.f.vjp(copy, z_adjoint)
+                out, vjp, by_inputs = replay.vjp(copy, z_adjoint)
                 out = _apart(out, copy)
                 totals.add(by_inputs)
-                vjp = _zeros_for_none(vjp, copy)
+                vjp = dense(vjp, copy)
                 if n > 0:
                     _undo(invert_z, out, y_adjoint, vjp, z_adjoint, step)
                 else:  # the initial state is known: use it, not its reconstruction
@@ -160,14 +180,14 @@ class Reversible(torch.autograd.Function):
                     for c, x in zip(copy, initial, strict=True):
                         c.copy_(x)
                 # copy is z_n; undo y_{n+1} = a y_n + b f(z_n) + c z_n
-                by_state = n > 0 or initial_needs_grad
-                out, vjp, by_inputs = it.f.vjp(copy, y_adjoint, by_state)
+                by_state = n > first or initial_needs_grad
+                out, vjp, by_inputs = replay.vjp(copy, y_adjoint, by_state)
                 out = _apart(out, copy)
                 totals.add(by_inputs)
-                vjp = _zeros_for_none(vjp, copy) if by_state else []
-                if n > 0:
+                vjp = dense(vjp, copy) if by_state else []
+                if n > first:
                     _undo(invert_y, out, z_adjoint, vjp, y_adjoint, step)
-                else:
+                elif n == 0:
                     maxima += _undo_and_compare(invert_y, out, initial, floors, z_adjoint, vjp, y_adjoint, step)
         if it.monitor is not None:
             it.monitor.judge(maxima)
@@ -175,13 +195,61 @@ class Reversible(torch.autograd.Function):
         initial_grads: list[Tensor | None] = [None] * size
         if initial_needs_grad:  # z_0 starts both y and z
             initial_grads = [
-                ((zb + step.a * yb) / step.b).to(x.dtype) for yb, zb, x in zip(y_adjoint, z_adjoint, initial, strict=True)
+                ((zb + step.a * yb) / step.b).to(x.dtype)
+                for yb, zb, x in zip(y_adjoint, z_adjoint, initial, strict=True)
             ]
-        input_grads = totals.rounded()
+        input_grads = it.f.shards.deliver(inputs, totals.rounded())
         if not keep:
             it.f.release()
         ctx.spent = False  # autograd frees what it saved, and says so the next time; after an interruption it does not
         return (None, None, *initial_grads, *input_grads)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a tensor is like that was saved: a kernel gets its address, and a hook may give back another."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Tensor) -> "_Layout":
+        return cls(x.dtype, x.shape, x.device, x.stride())
+
+    def restored(self, x: Tensor) -> Tensor:
+        if (x.dtype, x.shape, x.device) != (self.dtype, self.shape, self.device):
+            raise RuntimeError(
+                f"a saved-tensor hook gave back {_described(x)} in place of {_described(self)}, from which the steps "
+                "cannot be undone: leave the solve out of it (torch.autograd.graph.saved_tensors_hooks(lambda x: x, "
+                "lambda x: x) around the solve), or give back what was packed"
+            )
+        if x.stride() == self.stride:
+            return x
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).copy_(x)
+
+
+def _described(x: Any) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)} on {x.device}"
+
+
+def refuse_unsupported(grads: Sequence[Tensor | None]) -> None:
+    """What a backward pass may be asked for and cannot do. Takes the gradients that it starts from."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate "
+            "an iteration that you unroll yourself"
+        )
+    if any(g is not None and _is_batched(g) for g in grads):
+        raise RuntimeError(
+            "the gradients that this backward pass starts from are batched (is_grads_batched=True, or vmap around "
+            "autograd.grad), and a solve has no batched derivative: call it once for each of them"
+        )
+
+
+def _is_batched(x: Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def _apart(out: State, copy: State) -> State:
@@ -223,6 +291,8 @@ class Totals:
             if total is None:  # copied: a gradient may share memory with a seed or with another gradient
                 wide = torch.promote_types(grad.dtype, torch.float32)
                 self._totals[i] = grad.to(wide, copy=True)
+            elif grad.layout != torch.strided or total.layout != torch.strided:
+                self._totals[i] = total + grad
             else:
                 sums.append(total)
                 addends.append(grad)
@@ -233,38 +303,33 @@ class Totals:
         return [t if t is None else t.to(dtype) for t, dtype in zip(self._totals, self._dtypes, strict=True)]
 
 
-def _has_arrived(it: Iteration, initial: State) -> bool:
-    residual = _residual(it)
+def _has_arrived(it: Iteration, norms: Sequence[float], initial: State) -> bool:
+    residual = relative_change(*norms)
     if not math.isfinite(residual):
         if not all(x.isfinite().all() for x in initial):
             raise FloatingPointError("z0 is not finite: start from finite numbers")
         raise FloatingPointError(
-            f"the norm of the state is not finite after step {it.steps} of at most {it.max_steps} (beta = "
+            f"the norm of the state is not finite after step {it.steps} of at most {it.options.max_steps} (beta = "
             f"{it.scheme.beta:.6g}): f returns NaN or infinity, or the iteration diverges; try a smaller beta, or an f "
             "that contracts"
         )
-    return it.tol is not None and residual <= it.tol
-
-
-def _residual(it: Iteration) -> float:
-    assert it.norms is not None
-    return relative_change(*it.norms.tolist())
+    return it.options.tol is not None and residual <= it.options.tol
 
 
 def relative_change(change: float, value: float) -> float:
     return math.sqrt(change) / (math.sqrt(value) + NORM_FLOOR)
 
 
-def _scaled(grad: Tensor | None, factor: float, like: Tensor) -> Tensor:
+def scaled(grad: Tensor | None, factor: float, like: Tensor) -> Tensor:
     wide = torch.promote_types(like.dtype, torch.float32)
     if grad is None:
         return torch.zeros_like(like, dtype=wide)
     return torch.empty_like(like, dtype=wide).copy_(grad).mul_(factor)
 
 
-def _zeros_for_none(vjp: Sequence[Tensor | None], like: State) -> State:
-    """f need not depend on all of its state."""
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(vjp, like, strict=True)]
+def dense(vjp: Sequence[Tensor | None], like: State) -> State:
+    """f need not depend on all of its state, and a gradient may be sparse."""
+    return [torch.zeros_like(x) if g is None else g.to_dense() for g, x in zip(vjp, like, strict=True)]
 
 
 def _graph_is_kept() -> bool:

@@ -1,23 +1,58 @@
 """What f's result depends on beside its inputs: the settings it runs under and the random draw it sees."""
 
 import contextlib
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import _device
 
 _cuda, _cudnn, _mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
 
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""A function that reads a setting and one that writes it."""
 
-def _attribute(module: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+
+def _attribute(module: Any, name: str) -> Setting:
     return lambda: getattr(module, name), lambda value: setattr(module, name, value)
 
 
-GLOBAL_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+def _legacy(read: Callable[[], Any], write: Callable[[Any], Any]) -> Setting:
+    """One that cannot be read, or has no value, where the settings that replace it were used: None, and left alone."""
+
+    def value() -> Any:
+        try:
+            return read()
+        except RuntimeError:
+            return None
+
+    return value, lambda value: None if value is None else write(value)
+
+
+def _float32_precision() -> list[Setting]:
+    """Of matrix products, convolutions and recurrent layers. A setting comes before those that follow it."""
+    legacy = [
+        _legacy(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        _legacy(*_attribute(_cudnn, "allow_tf32")),
+    ]
+    backends: Any = torch.backends
+    if not hasattr(_cudnn, "conv"):  # before torch 2.9
+        return legacy
+    modules = [
+        backends, _cudnn, _mkldnn,
+        _cuda.matmul, _cudnn.conv, _cudnn.rnn,
+        _mkldnn.matmul, _mkldnn.conv, _mkldnn.rnn,
+    ]  # fmt: skip
+    return [*legacy, *(_attribute(module, "fp32_precision") for module in modules)]
+
+
+GLOBAL_SETTINGS: list[Setting] = [
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _attribute(_cudnn, "enabled"),
     _attribute(_cudnn, "benchmark"),
@@ -27,8 +62,15 @@ GLOBAL_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
     (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    *_float32_precision(),
 ]
-"""Pairs of a function that reads a setting and one that writes it."""
+
+
+def _write(values: list[Any]) -> None:
+    """In order, and only what is not so yet: one setting may have changed others."""
+    for (read, write), value in zip(GLOBAL_SETTINGS, values, strict=True):
+        if read() != value:
+            write(value)
 
 
 class Settings:
@@ -43,12 +85,10 @@ class Settings:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         now = [read() for read, _ in GLOBAL_SETTINGS]
-        changed = [i for i, value in enumerate(self._values) if value != now[i]]
         with contextlib.ExitStack() as stack:
-            for i in changed:
-                _, write = GLOBAL_SETTINGS[i]
-                stack.callback(write, now[i])
-                write(self._values[i])
+            if now != self._values:
+                stack.callback(_write, now)
+                _write(self._values)
             if self._default_device != _default_device():
                 stack.enter_context(self._default_device)
             for settings in self._autocast:
@@ -70,40 +110,84 @@ def _autocast(device_type: str) -> dict[str, Any]:
     }
 
 
+class Disturbed(Exception):
+    """Another thread drew at the same time in a first evaluation: evaluate once more, and that will be in turn."""
+
+
 class Draw:
     """One random draw, seen by every evaluation of f in a solve and in its backward pass.
 
     It is entered around each evaluation. A first one that leaves the generators as they were draws nothing,
     and the others pay nothing.
+
+    All threads share the default generators. Evaluations that draw take turns, a thread at a time. Of a first one it is
+    not known whether it draws: first ones run beside each other, since they may wait for each other (with a barrier, a
+    collective), and end with `Disturbed` if what they drew was perhaps another's.
     """
 
-    _turn = threading.RLock()  # the default generators are shared by all threads
+    _turns: ClassVar = threading.Condition()
+    _drawing: ClassVar[list[tuple["Draw", int]]] = []  # evaluations that draw, and their thread
+    _first: ClassVar[list[tuple["Draw", int]]] = []  # first evaluations
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start: list[Tensor] = []
+        self._start: list[Tensor | None] = []
         self._draws: bool | None = None  # not known before the first evaluation
+        self._beside_others = False
+        self._watch: _NoDraws | None = None
+        # A solve within f belongs to the evaluation of f around it, also when its backward pass has another thread.
+        me = threading.get_ident()
+        around = [draw for draw, thread in (*self._first, *self._drawing) if thread == me]
+        self._around: set[Draw] = {*around, *(outer for draw in around for outer in draw._around)}
 
     def __enter__(self) -> None:
         if self._draws is False:
             return
-        self._turn.acquire()
-        if self._draws:
-            _set_generator_states(self._device, self._start)
-        else:
-            self._start = _generator_states(self._device)
+        me = self, threading.get_ident()
+        with self._turns:
+            if self._draws is None:
+                self._turns.wait_for(lambda: not self._others(self._drawing))
+                others = self._others(self._first)
+                for draw in others:
+                    draw._beside_others = True
+                self._beside_others = bool(others)
+                self._first.append(me)
+                self._start = _device.generator_states(self._device)
+                if any(state is None for state in self._start):
+                    self._watch = _NoDraws()
+            else:
+                self._turns.wait_for(self._has_turn)
+                self._drawing.append(me)
+                _device.set_generator_states(self._device, self._start)
+        if self._watch is not None:
+            self._watch.__enter__()
 
     def __exit__(self, kind: object, *exception: object) -> None:
         if self._draws is False:
             return
-        try:
+        if self._watch is not None:
+            self._watch.__exit__(None, None, None)
+            self._watch = None
+        me = self, threading.get_ident()
+        with self._turns:
+            (self._first if self._draws is None else self._drawing).remove(me)
+            self._turns.notify_all()
             if kind is not None:  # as if f had not been called
-                _set_generator_states(self._device, self._start)
+                _device.set_generator_states(self._device, self._start)
             elif self._draws is None:
-                now = _generator_states(self._device)
-                self._draws = not all(map(torch.equal, self._start, now))
-        finally:
-            self._turn.release()
+                self._draws = not _equal(self._start, _device.generator_states(self._device))
+                if self._draws and self._beside_others:
+                    raise Disturbed
+
+    def _others(self, evaluations: list[tuple["Draw", int]]) -> list["Draw"]:
+        """Those that this one is not within."""
+        me = threading.get_ident()
+        return [draw for draw, thread in evaluations if thread != me and draw not in self._around]
+
+    def _has_turn(self) -> bool:
+        """Within a first evaluation nothing is disturbed for good: that one will be repeated."""
+        within = len(self._others(self._first)) < len(self._first)
+        return not self._others(self._drawing) and (within or not self._first)
 
     @contextlib.contextmanager
     def rewound(self) -> Iterator[None]:
@@ -111,23 +195,44 @@ class Draw:
         if not self._draws:
             yield
             return
-        now = _generator_states(self._device)
+        now = _device.generator_states(self._device)
         try:
             yield
         finally:
-            _set_generator_states(self._device, now)
+            _device.set_generator_states(self._device, now)
+
+    @classmethod
+    def _start_anew(cls) -> None:
+        """In a process that was forked, where no other thread is."""
+        me = threading.get_ident()
+        cls._turns = threading.Condition()
+        for evaluations in (cls._drawing, cls._first):
+            evaluations[:] = [(draw, thread) for draw, thread in evaluations if thread == me]
 
 
-def _generator_states(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        states.append(torch.cuda.get_rng_state(device))
-    elif device.type == "xpu":
-        states.append(torch.xpu.get_rng_state(device))
-    return states
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=Draw._start_anew)
 
 
-def _set_generator_states(device: torch.device, states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        getattr(torch, device.type).set_rng_state(state, device)
+def _equal(before: list[Tensor | None], after: list[Tensor | None]) -> bool:
+    return all(a is None or b is None or torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+class _NoDraws(TorchDispatchMode):
+    """Where a generator can be neither read nor set, every evaluation would draw anew: that is refused."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and _is_active(func, args, kwargs or {}):
+            raise RuntimeError(
+                f"f draws random numbers ({func.overloadpacket.__name__}) while a graph is recorded, and torch "
+                f"{torch.__version__} cannot repeat a draw there, which the backward pass has to: use torch 2.10 or "
+                "later, or call .eval() on the layers of f that drop out, or solve outside of the graph"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _is_active(func: Any, args: Any, kwargs: Any) -> bool:
+    """Attention and recurrent layers draw only if they drop out."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return all(given.get(name, 1) for name in ("dropout_p", "dropout", "p", "train"))

@@ -1,4 +1,4 @@
-"""f(z, *args), evaluated the same way twice.
+"""f(z, *args), called the same way every time.
 
 The backward pass calls f again at inputs that it has reconstructed, and the gradient is exact only if f then
 computes what it computed before. So f always runs in the same grad mode (some modules take another path
@@ -6,204 +6,143 @@ without one), under the settings it was first called under, with the tensors it 
 within a solve sees the same random draw: f with dropout is one function, with one mask, and has a fixed point.
 """
 
+import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 from .context import Draw, Settings
-from .inputs import Buffers, Search, Substitution, Unreachable, alias, is_compiled, module_tensors, needs_alias
+from .inputs import Inputs, Search, State, Substitution, alias
+from .sharded import Shards
+from .stateful import Buffers
+
+Evaluation = tuple[State, State]
+"""The leaves at which f was evaluated, and its outputs."""
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-State = list[Tensor]
 
-_engine = torch.autograd.Variable._execution_engine
-
-
-class Evaluation:
-    """Calls f with a state given as a flat list of tensors, and remembers what that takes.
+class Function:
+    """Calls f with a state given as a flat list of tensors.
 
     graph: whether a gradient may be asked for, so that f has to run in grad mode; it is called in the mode that the
         solve is in, which is not changed around every evaluation.
-    inputs: what f depends on beside its state: tensors in `args`, then those found while it was evaluated.
+    inputs: what f depends on beside its state.
+    shards: those of them that FSDP shards.
+    run: f, or in the backward pass what stands in for it.
+    kept: the last evaluations, with their graphs, if any are to be kept. The first one never is: what it depends on
+        can be told only when its graph is gone.
     """
 
     def __init__(
-        self, f: Callable[..., Any], state_spec: TreeSpec, args: tuple[Any, ...], device: torch.device
+        self,
+        f: Callable[..., Any],
+        state_spec: TreeSpec,
+        args: tuple[Any, ...],
+        device: torch.device,
+        keep: int = 0,
+        reads_again: bool = False,
+        first_only: bool = False,
     ) -> None:
+        """With `reads_again`, what f read is needed after it: it must not change it in place. With `first_only`, the
+        other evaluations need no graph, because none of them will be repeated."""
         self.f, self.state_spec, self._state_is_a_tensor = f, state_spec, state_spec.is_leaf()
         self.graph = torch.is_grad_enabled()
-        self._args = args
-        self._arg_leaves, self._args_spec = tree_flatten(args)
-        self._arg_positions = [i for i, x in enumerate(self._arg_leaves) if isinstance(x, Tensor) and x.requires_grad]
-        self.inputs = [self._arg_leaves[i] for i in self._arg_positions]
-        self._reached: list[frozenset[int]] = []  # by each evaluation: indices into inputs
-        self._last_reached: frozenset[int] = frozenset()  # the same once more, as it usually is, and its tensors' ids
-        self._last_found: frozenset[int] = frozenset()
-        self._by = {id(x): (i, x) for i, x in enumerate(self._use_as_args(self.inputs))} if self.graph else {}
-        self._changes_its_input = False
-        self._settings, self._draw = Settings(device), Draw(device)
-        self._module_tensors = module_tensors(f)
-        self._run: Callable[..., Any] = f
-        self._usual: dict[int, tuple[int, Tensor]] | None = None  # inputs by index, once the graph has been looked at
+        self.settings, self.draw = Settings(device), Draw(device)
+        self.arguments = Arguments(args)
+        self._changes_its_input, self._reads_again, self._first_only = False, reads_again, first_only
+        self.kept: collections.deque[Evaluation] = collections.deque(maxlen=keep)
+        self.run: Callable[..., Any] = f
+        self.shards = Shards()
+        # What an outer solve has put in the place of captured tensors, and the tensors of a module, which may have been
+        # called through `torch.func.functional_call`: both are needed again in the backward pass.
+        self.modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Substitution)]
+        self.module_tensors = self.shards.without(module_tensors(f)) if self.graph else {}
         if self.graph:
             # Casts of weights that autocast remembers from before the solve would look like dependencies of f.
             torch.clear_autocast_cache()
-        self._search = Search()
+        self.inputs = Inputs(self.arguments.tensors, self.arguments.use_aliases() if self.graph else [])
+        self.search = Search()
 
     def first(self, state: State) -> State:
         """f's outputs, without a graph, for the first time, when its dependencies can be seen as they enter."""
-        buffers = Buffers(self.f)
+        versions = self.arguments.versions()
         leaves = [alias(x) if self.graph else x.detach() for x in state]
-        with self._draw, contextlib.nullcontext() if is_compiled(self.f) else self._search:
-            outputs = self._call(_disguise(leaves) if self.graph else leaves)
-        if self.graph:
-            self._note_inputs(leaves, outputs)
-            self._changes_its_input = any(x._version > 0 for x in state)
-        buffers.check()
-        return [x.detach() for x in outputs]
+        self.search.begin()
+        with Buffers(self.f), self.draw, contextlib.nullcontext() if is_compiled(self.f) else self.search:
+            try:
+                outputs = self._call(_disguise(leaves) if self.graph else leaves)
+            except TypeError as error:
+                if (wrong := self._wrong_signature(error)) is not None:
+                    raise wrong from None
+                raise
+        values = self._noted(leaves, outputs)
+        self._changes_its_input = any(x.is_inference() or x._version > 0 for x in state)
+        if self._changes_its_input and self._reads_again:
+            values = [x.clone() for x in values]  # one of them may be the input
+        self.arguments.refuse_changes(versions)
+        return values
 
-    def value(self, state: State) -> State:
-        """f's outputs; the graph, if there was one, is gone."""
-        leaves, outputs = self._evaluate(state)
-        if self.graph:
-            self._note_inputs(leaves, outputs)
-        return [x.detach() for x in outputs]
+    @property
+    def changes_its_input(self) -> bool:
+        """Whether the first evaluation changed what f reads in place, or may have."""
+        return self._changes_its_input
 
-    def vjp(
-        self, state: State, seeds: State, by_state: bool = True
-    ) -> tuple[State, list[Tensor | None], list[Tensor | None]]:
-        """f's outputs, and the products of the seeds with its Jacobians by the state and by `inputs`."""
-        leaves, outputs = self._evaluate(state)
-        expected = self._reached.pop()
-        if self._usual is None:
-            by = self._inputs_reached_again(leaves, outputs, expected)
-        else:
-            by = [self._usual[i] for i in expected]
-        targets = [*(leaves if by_state else ()), *(x for _, x in by)]
-        sources = [i for i, x in enumerate(outputs) if x.requires_grad]
-        products: Sequence[Tensor | None] = [None] * len(targets)
-        if sources and targets:
-            seeds = [seeds[i].to(outputs[i].dtype) for i in sources]
-            # What torch.autograd.grad calls, which spends 30 us on checks that cannot fail here.
-            products = _engine.run_backward(
-                tuple(outputs[i] for i in sources), tuple(seeds), False, False, tuple(targets),
-                allow_unreachable=True, accumulate_grad=False,
-            )  # fmt: skip
-        if self._usual is not None and any(x is None for x in products[len(targets) - len(by) :]):
-            self._inputs_reached_again(leaves, outputs, expected)
-        by_inputs: list[Tensor | None] = [None] * len(self.inputs)
-        for (i, _), product in zip(by, products[len(targets) - len(by) :], strict=True):
-            so_far = by_inputs[i]
-            by_inputs[i] = product if so_far is None else so_far if product is None else so_far + product
-        return [x.detach() for x in outputs], list(products[: len(leaves)]) if by_state else [], by_inputs
+    def value(self, state: State, keep: bool = False) -> State:
+        """f's outputs. With `keep`, the graph is kept; otherwise, if there was one, it is gone."""
+        if self._first_only:
+            with torch.no_grad():
+                return [x.detach() for x in self.evaluate(state)[1]]
+        keep = keep and self.graph
+        leaves, outputs = self.evaluate([x.clone() for x in state] if keep else state)
+        if keep:
+            self.kept.append((leaves, outputs))
+        return self._noted(leaves, outputs)
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Around the evaluations of a backward pass: f runs as it ran in the forward pass."""
-        reached, by, search = self._reached, self._by, self._search
-        self._reached = list(reached)
-        split = len(self._arg_positions)
-        args, captured = self.inputs[:split], self.inputs[split:]
-        targets = [*enumerate(self._use_as_args(args)), *enumerate(captured, split)]
-        now = module_tensors(self.f)
-        swapped = any(now.get(name) is not x for name, x in self._module_tensors.items())
-        if swapped or any(map(needs_alias, captured)):
-            targets += enumerate(self._use_aliases(captured), split)
-        self._by = {id(x): (i, x) for i, x in targets}
-        torch.clear_autocast_cache()
-        self._search = Search(captured)
-        try:
-            with torch.enable_grad(), self._settings.restored(), self._draw.rewound():
-                yield
-        finally:
-            self._run, self._reached, self._by, self._search = self.f, reached, by, search
-            self._usual = None
+    def evaluate(self, state: State) -> Evaluation:
+        """The leaves at which f is evaluated, and its outputs, with the graph between them if there is one."""
+        if self._changes_its_input and self._reads_again:
+            state = [x.clone() for x in state]
+        leaves = [x.detach().requires_grad_(self.graph) for x in state]
+        self.search.begin()
+        with self.draw:
+            return leaves, self._call(_disguise(leaves) if self.graph and self._changes_its_input else leaves)
 
     def release(self) -> None:
         """Forget the tensors: there will be no other backward pass."""
-        self.inputs, self._args, self._arg_leaves, self._module_tensors, self._by = [], (), [], {}, {}
-        del self._search
+        del self.inputs, self.arguments, self.search, self.modes, self.module_tensors, self.kept
 
-    def _note_inputs(self, leaves: State, outputs: State) -> None:
-        found = self._reached_from(leaves, outputs)
-        if found.keys() != self._last_found:
-            for key, x in found.items():
-                if key not in self._by:
-                    self._by[key] = len(self.inputs), x
-                    self.inputs.append(x)
-            self._last_found = frozenset(found)
-            self._last_reached = frozenset([self._by[key][0] for key in found])
-        self._reached.append(self._last_reached)
-
-    def _inputs_reached_again(
-        self, leaves: State, outputs: State, expected: frozenset[int]
-    ) -> list[tuple[int, Tensor]]:
-        """The tensors to differentiate by, found in the graph: those of the forward pass, or it is an error."""
-        try:
-            by = [self._by[key] for key in self._reached_from(leaves, outputs)]
-            same = {i for i, _ in by} == expected
-        except (Unreachable, KeyError):
-            same = False
-        if not same:
-            raise RuntimeError(
-                "f used other tensors that require a gradient in the backward pass than in the forward pass, so that "
-                "their gradient would be lost (a closure whose variables were changed after the solve? torch.func."
-                "functional_call or a cached parametrization around the forward pass alone?): pass these tensors to f "
-                "through `args`, or make f a module of its own"
-            )
-        if self._run is self.f:  # from now on, a look at the gradients will do
-            self._usual = {i: (i, x) for i, x in self._by.values()}
-        return by
-
-    def _reached_from(self, leaves: State, outputs: State) -> dict[int, Tensor]:
-        reached = self._search.reached_from(outputs)
-        for x in leaves:
-            reached.pop(id(x), None)
-        return reached
-
-    def _use_aliases(self, captured: State) -> State:
-        """Puts aliases in the place of captured tensors, so that hooks fire only when the whole gradient is
-        there. A module gets all the parameters and buffers that it had in the forward pass, when it may have
-        been called through `torch.func.functional_call`. A custom autograd function takes its inputs past a
-        mode: there the gradient flows to the tensor itself."""
-        aliases = {id(x): alias(x) for x in captured}
-        names = {name: aliases.get(id(x), x) for name, x in self._module_tensors.items()}
-        module_ids = {id(x) for x in self._module_tensors.values()}
-        others = [x for x in captured if id(x) not in module_ids]
-
-        def run(*args: Any) -> Any:
-            with Substitution(others, [aliases[id(x)] for x in others]) if others else contextlib.nullcontext():
-                module: Any = self.f
-                return torch.func.functional_call(module, names, args) if names else module(*args)
-
-        self._run = run
-        return [aliases[id(x)] for x in captured]
-
-    def _use_as_args(self, tensors: State) -> State:
-        aliases = [alias(x) for x in tensors]
-        if aliases:
-            for i, x in zip(self._arg_positions, aliases, strict=True):
-                self._arg_leaves[i] = x
-            self._args = tree_unflatten(self._arg_leaves, self._args_spec)
-        return aliases
-
-    def _evaluate(self, state: State) -> tuple[State, State]:
-        """The leaves at which f is evaluated, and its outputs, with the graph between them if there is one."""
-        leaves = [x.detach().requires_grad_(self.graph) for x in state]
-        with self._draw:
-            return leaves, self._call(_disguise(leaves) if self.graph and self._changes_its_input else leaves)
+    def _noted(self, leaves: State, outputs: State) -> State:
+        values = [x.detach() for x in outputs]
+        if self.graph:
+            unknown = self.inputs.note(self.search.reached_from(leaves, outputs))
+            if unknown:
+                if self.kept and self.kept[-1][1] is outputs:
+                    self.kept.pop()
+                outputs.clear()  # and with them the graph
+                self.inputs.adopt(unknown)
+        return values
 
     def _call(self, state: State) -> State:
         if self._state_is_a_tensor:
-            result = self._run(state[0], *self._args)
+            result = self.run(state[0], *self.arguments.values)
             outputs, has_structure = [result], isinstance(result, Tensor)
         else:
-            result = self._run(tree_unflatten(state, self.state_spec), *self._args)
+            result = self.run(tree_unflatten(state, self.state_spec), *self.arguments.values)
             outputs, has_structure = self._flattened_like_state(result)
         if has_structure and all(map(_fits, outputs, state)):
             return outputs
@@ -223,6 +162,72 @@ class Evaluation:
         except ValueError:
             return [], False
 
+    def _wrong_signature(self, error: TypeError) -> TypeError | None:
+        """What to say instead of "takes 2 positional arguments but 3 were given", if that is the reason."""
+        f = self.f.forward if isinstance(self.f, nn.Module) else self.f
+        count = len(self.arguments.values)
+        try:
+            inspect.signature(f).bind(*[None] * (1 + count))
+        except ValueError:  # it has no signature
+            return None
+        except TypeError:
+            names = ", ".join(["z", *(("x",) if count == 1 else (f"args[{i}]" for i in range(count)))])
+            return TypeError(
+                f"f is called as f({names}), which it does not take ({error}): give f these arguments, or wrap it in a "
+                "function or module that takes them"
+            )
+        return None
+
+
+class Arguments:
+    """What f is called with beside its state. Where a gradient is needed, f gets an alias in place of a tensor: the
+    gradient stops there, and hooks on the tensor stay silent. Containers without such tensors are passed as they are.
+
+    values: what f is called with.
+    tensors: those that need a gradient.
+    """
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.values = args
+        self._leaves, self._spec = tree_flatten(args, is_leaf=_needs_no_alias)
+        self._positions = [i for i, x in enumerate(self._leaves) if isinstance(x, Tensor) and x.requires_grad]
+        self.tensors = [self._leaves[i] for i in self._positions]
+
+    def use_aliases(self) -> State:
+        aliases = [alias(x) for x in self.tensors]
+        if aliases:
+            for i, x in zip(self._positions, aliases, strict=True):
+                self._leaves[i] = x
+            self.values = tree_unflatten(self._leaves, self._spec)
+        return aliases
+
+    def versions(self) -> list[int]:
+        """Of what f could change in place: autograd protects tensors that need a gradient."""
+        return [x._version for x in tree_leaves(self.values) if _can_change(x)] if self.values else []
+
+    def refuse_changes(self, versions: list[int]) -> None:
+        if self.versions() == versions:
+            return
+        paths = [path for path, x in tree_flatten_with_path(self.values)[0] if _can_change(x)]
+        rows = zip(paths, versions, self.versions(), strict=False)  # f may also have appended to a list
+        names = [f"args{keystr(path)}" for path, old, new in rows if old != new]
+        if not names:
+            return
+        raise RuntimeError(
+            f"f changed {' and '.join(names)} in place, and would again at every evaluation: clone it inside f"
+        )
+
+
+def _can_change(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.requires_grad and not x.is_inference()
+
+
+def _needs_no_alias(node: Any) -> bool:
+    """Whether a subtree of args can be passed to f as it is: a list that f appends to is the caller's own."""
+    if isinstance(node, Tensor):
+        return True
+    return not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(node))
+
 
 class _Disguise(torch.autograd.Function):
     """The same memory, no longer a leaf: f may change its input in place."""
@@ -238,6 +243,18 @@ class _Disguise(torch.autograd.Function):
 
 def _disguise(leaves: State) -> State:
     return list(_Disguise.apply(*leaves))
+
+
+def is_compiled(f: Any) -> bool:
+    """Whether torch.compile made f: a mode around it would have it compiled a second time, differently."""
+    return any(getattr(f, name, None) for name in ("_torchdynamo_orig_callable", "_orig_mod", "_compiled_call_impl"))
+
+
+def module_tensors(f: Any) -> dict[str, Tensor]:
+    """Parameters and buffers by name, if f is a module."""
+    if not isinstance(f, nn.Module):
+        return {}
+    return {**dict(f.named_parameters(remove_duplicate=False)), **dict(f.named_buffers(remove_duplicate=False))}
 
 
 def _fits(out: Any, x: Tensor) -> bool:

@@ -7,61 +7,81 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from .scheme import Exact, checked_radix
-from .solve import checked_beta, checked_check, checked_f, checked_max_steps, checked_tol, solve
+from .implicit import Adjoint
+from .options import NAMES, Options, documented, options_from, with_options
+from .scheme import radix_of
+from .solve import checked_f, solve
+from .unrolled import is_traced
 
 
 class Last(NamedTuple):
-    """What the last call of a layer did."""
+    """What the last call of a layer did, as in `revdeq.Solution`."""
 
     steps: int
     nfe: int
     residual: Tensor
+    adjoint: Adjoint | None = None
 
 
 class RevDEQ(nn.Module):
-    """A layer whose output is z = f(z, x), found by `revdeq.solve`, which documents the arguments.
+    """A layer whose output is z = f(z, x), found by `revdeq.solve`.
 
-    last: steps, nfe and residual of the last call.
+    Its options are attributes of the same names, and may be changed between calls: `deq.max_steps = 32` for evaluation.
+
+    Args:
+        f: A module, whose parameters are then the layer's, or any callable; it is called as f(z, x, *args).
+        {options}
+
+    Attributes:
+        last: steps, nfe, residual and adjoint of the last call, or None.
+
+    Example:
+        >>> deq = revdeq.RevDEQ(Block(64), beta=0.8, max_steps=12)
+        >>> z = deq(x)
     """
 
     last: Last | None
 
-    def __init__(
-        self,
-        f: Callable[..., Any],
-        beta: float = 0.5,
-        max_steps: int = 8,
-        tol: float | None = None,
-        state: str | Exact = "float64",
-        check: str | None = "warn",
-    ) -> None:
+    @with_options
+    def __init__(self, f: Callable[..., Any], **options: Any) -> None:
         super().__init__()
-        checked_f(f), checked_beta(beta), checked_max_steps(max_steps), checked_tol(tol), checked_check(check)
-        checked_radix(state, beta)
-        self.f = f
-        self.beta, self.max_steps, self.tol, self.state, self.check = beta, max_steps, tol, state, check
+        self.f = checked_f(f)
+        checked = options_from(options)
+        radix_of(checked)
+        for name in NAMES:
+            setattr(self, name, getattr(checked, name))
         self.last = None
 
     def forward(self, x: Any, *args: Any, z0: Any = None) -> Any:
-        """The fixed point of f(., x, *args), starting from z0 or, by default, from zeros shaped like x."""
+        """The fixed point of f(., x, *args).
+
+        Args:
+            x: What f is called with beside its state.
+            args: Likewise.
+            z0: Where to start; None: from zeros shaped like x.
+
+        Returns:
+            z, shaped like z0.
+        """
         if z0 is None:
             z0 = tree_map(_zeros_like, x)
-        settings: dict[str, Any] = {
-            "beta": self.beta,
-            "max_steps": self.max_steps,
-            "tol": self.tol,
-            "state": self.state,
-            "check": self.check,
-        }
-        solution = solve(self.f, z0, x, *args, **settings)
-        self.last = Last(solution.steps, solution.nfe, solution.residual)
+        solution = solve(self.f, z0, x, *args, **self.options)
+        if not is_traced():  # there, it would be a tensor of the tracer's
+            self.last = Last(solution.steps, solution.nfe, solution.residual, solution.adjoint)
         return solution.z
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords that `revdeq.solve` is called with."""
+        return {name: getattr(self, name) for name in NAMES}
+
     def extra_repr(self) -> str:
-        return (
-            f"beta={self.beta}, max_steps={self.max_steps}, tol={self.tol}, state={self.state!r}, check={self.check!r}"
-        )
+        usual = Options()
+        shown = {k: v for k, v in self.options.items() if k in ("beta", "max_steps") or v != getattr(usual, k)}
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+RevDEQ.__doc__ = documented(RevDEQ.__doc__ or "")
 
 
 def _zeros_like(x: Any) -> Tensor:

@@ -11,22 +11,27 @@ hides an error elsewhere. It does not see an error in elements much smaller than
 one that f forgets on the way back, so that the pass still arrives: `revdeq.verify` compares every evaluation.
 """
 
-import collections
 import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .deferred import report
+
 CHECKS = ("warn", "raise", None)
 
 LIMIT = 1e-4
 """The largest rho that passes: beyond it the gradient may be off by more than 3e-5."""
+
+UNSETTLED = 0.1
+"""The largest relative change of an adjoint in its last step that passes: a gradient that moves by a tenth is one that
+stochastic gradients hide."""
 
 
 class ReconstructionWarning(UserWarning):
@@ -37,12 +42,19 @@ class ReconstructionError(RuntimeError):
     """The same, for check="raise"."""
 
 
+class ConvergenceWarning(UserWarning):
+    """The backward pass of gradient="implicit" did not solve the adjoint equation."""
+
+
+class ConvergenceError(RuntimeError):
+    """The same, for check="raise"."""
+
+
 @dataclass(frozen=True)
 class Monitor:
     """What to do about a reconstruction, and what to say.
 
-    On the CPU the verdict is in at the end of the backward pass. On other devices it is read without waiting,
-    at the first solve that begins after the device has come to it.
+    On the CPU the verdict is in at the end of the backward pass. On other devices it is deferred.
     """
 
     check: str
@@ -66,11 +78,31 @@ class Monitor:
             f"size, where {LIMIT:.0e} can be trusted ({self.setting}), and so the gradient of this solve is not exact. "
             f"{self.remedy}f does not compute the same when it is called again"
         )
+        self._tell(text, ReconstructionError, ReconstructionWarning)
+
+    def judge_convergence(self, residual: Tensor | None) -> None:
+        """Takes the relative change of the adjoint in its last step."""
+        if residual is not None:
+            report(residual, self._decide_convergence)
+
+    def _decide_convergence(self, residual: Tensor) -> None:
+        change = residual.item()
+        if change <= UNSETTLED:
+            return
+        text = (
+            f"the adjoint equation of gradient='implicit' is not solved: its solution changed by {change:.1e} of its "
+            f"size in the last step, where {UNSETTLED:g} can be tolerated ({self.setting}), so that the gradient of this "
+            "solve is not that of the fixed point. Take more steps, find better coefficients with revdeq.tune, or use "
+            "gradient='exact'"
+        )
+        self._tell(text, ConvergenceError, ConvergenceWarning)
+
+    def _tell(self, text: str, error: type[Exception], warning: type[Warning]) -> None:
         if self.check == "raise":
-            raise ReconstructionError(text)
+            raise error(text)
         if self.site not in _already_warned:
             _already_warned.add(self.site)
-            warnings.warn_explicit(text, ReconstructionWarning, *self.site)
+            warnings.warn_explicit(text, warning, *self.site)
 
 
 SAMPLE = 1024
@@ -79,8 +111,8 @@ SMALLEST_SCALE = 1e-30
 
 
 def typical_magnitude(x: Tensor) -> Tensor:
-    """The median magnitude of what is not 0 in a sample of a dense tensor: a 0-d float32 tensor, on its device, which is
-    not waited for. The sample steps through memory by a number that has no divisor in common with the number of
+    """The median magnitude of what is not 0 in a sample of a dense tensor: a 0-d float32 tensor on its device, which
+    is not waited for. The sample steps through memory by a number that has no divisor in common with the number of
     elements, so that it meets every feature."""
     n = x.numel()
     if n == 0:
@@ -92,37 +124,7 @@ def typical_magnitude(x: Tensor) -> Tensor:
     return sample.index_select(0, middle.view(1)).view(()).clamp(min=SMALLEST_SCALE)
 
 
-def report(values: Tensor, decide: Callable[[Tensor], None]) -> None:
-    """Decide on values now, if they are at hand, or at a later solve, when they will have come from the device."""
-    if can_look(values):
-        decide(values)
-    elif not (values.is_cuda and torch.cuda.is_current_stream_capturing()):
-        _pending.append((decide, values.to("cpu", non_blocking=True), _arrival(values.device)))
-
-
-def can_look(x: Tensor) -> bool:
-    """Whether x can be read without waiting for a device."""
-    return x.device.type == "cpu"
-
-
-def _arrival(device: torch.device) -> Callable[[], bool]:
-    """Tells whether the device has come to this point."""
-    if device.type == "cpu":
-        return lambda: True
-    event = getattr(torch, device.type).Event()
-    event.record()
-    return event.query
-
-
-_pending: collections.deque[tuple[Callable[[Tensor], None], Tensor, Callable[[], bool]]] = collections.deque()
 _already_warned: set[tuple[str, int]] = set()
-
-
-def settle() -> None:
-    """Decide on what has arrived from other devices since."""
-    while _pending and _pending[0][2]():
-        decide, values, _ = _pending.popleft()
-        decide(values)
 
 
 def call_site() -> tuple[str, int]:

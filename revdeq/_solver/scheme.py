@@ -15,18 +15,20 @@ from .. import kernels
 from ..kernels import reference_exact as exact
 from ..kernels.half_step import Coefficients, HalfStep
 from ..kernels.radix import LARGEST_DENOMINATOR, Radix
-from .function import State
-from .monitor import report
+from .deferred import report
+from .inputs import State
+from .options import Exact, Options
 
 
 class Scheme(abc.ABC):
     """How the solver stores y and z, and which kernels step them, with which coefficients.
 
-    remedy: what to do when the way back is lost. step: the coefficients of every step, after rounding.
+    name: "float64" or "exact". remedy: what to do when the way back is lost.
+    step: the coefficients of every step, after rounding.
     """
 
+    name: ClassVar[str]
     remedy: ClassVar[str]
-
     step: Any
 
     @property
@@ -47,21 +49,26 @@ class Scheme(abc.ABC):
 
     @abc.abstractmethod
     def bind(self, state: State, copy: State, half_steps: int, spilled: list[State] | None = None) -> list[Any]:
-        """Half-steps; with `spilled`, to undo as many as are given."""
+        """Half-steps, as many as are announced; with `spilled`, to undo as many."""
 
     @abc.abstractmethod
     def make_room(self, half_steps: list[Any]) -> None:
         """Allocate what will be put aside in all of the steps that were announced."""
 
     @abc.abstractmethod
-    def check(self, half_steps: list[Any], step: int | None) -> None:
-        """Raise if a state did not fit, in this step, or, where a look would wait for the device, in any."""
+    def look(self, norms: Tensor, half_steps: list[Any], step: int) -> list[float]:
+        """The norms, and an error if a state did not fit in this step: the device is waited for once."""
+
+    @abc.abstractmethod
+    def check(self, half_steps: list[Any]) -> None:
+        """Raise if a state did not fit in any step, when that is known without waiting for the device."""
 
 
 @dataclass(frozen=True)
 class Float64(Scheme):
     """The paper's mixed precision."""
 
+    name: ClassVar[str] = "float64"
     remedy: ClassVar[str] = (
         "Either the float64 state was rounded beyond recovery: "
         'use state="exact", fewer steps or a beta further from 1. Or '
@@ -81,29 +88,18 @@ class Float64(Scheme):
     def make_room(self, half_steps: list[HalfStep]) -> None:
         """Nothing is put aside."""
 
-    def check(self, half_steps: list[HalfStep], step: int | None) -> None:
+    def look(self, norms: Tensor, half_steps: list[HalfStep], step: int) -> list[float]:
+        return norms.tolist()
+
+    def check(self, half_steps: list[HalfStep]) -> None:
         """Every float fits; what is not finite shows in the norms."""
-
-
-@dataclass(frozen=True)
-class Exact:
-    """A state of integers, whose half-steps are undone to the last bit, whatever beta and however many.
-
-    fraction_bits: of the fixed-point numbers that the state consists of. 24 of 32 bits hold magnitudes below 128
-        with a resolution of 6e-8.
-    """
-
-    fraction_bits: int = 24
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.fraction_bits, int) or not 1 <= self.fraction_bits <= 30:
-            raise ValueError(f"fraction_bits = {self.fraction_bits!r} must be an integer from 1 to 30; 24 is usual")
 
 
 @dataclass(frozen=True)
 class Integers(Scheme):
     """The scheme that `Exact` asks for, with 1 - beta a fraction."""
 
+    name: ClassVar[str] = "exact"
     remedy: ClassVar[str] = "The exact state loses nothing: "
     step: Radix
     half_step: type[exact.HalfStep]
@@ -132,10 +128,14 @@ class Integers(Scheme):
         for half_step in half_steps:
             half_step.make_room()
 
-    def check(self, half_steps: list[exact.HalfStep], step: int | None) -> None:
-        alarms = [h.alarm if step is None else h.alarm[step - 1 : step] for h in half_steps]
-        worst = functools.reduce(torch.maximum, alarms).amax(1)
-        report(worst, functools.partial(self._judge, first_step=step or 1))
+    def look(self, norms: Tensor, half_steps: list[exact.HalfStep], step: int) -> list[float]:
+        alarms = [h.alarm[step - 1 : step] for h in half_steps]
+        values = torch.cat([norms.view(torch.int32), _worst(alarms)]).cpu()
+        self._judge(values[2:], first_step=step)
+        return values[:2].view(torch.float32).tolist()
+
+    def check(self, half_steps: list[exact.HalfStep]) -> None:
+        report(_worst([h.alarm for h in half_steps]), functools.partial(self._judge, first_step=1))
 
     def _judge_start(self, bits: Tensor) -> None:
         if bits:
@@ -160,25 +160,53 @@ class Integers(Scheme):
         )
 
 
-def scheme_for(state: Any, beta: float, gamma: float, device: torch.device) -> Scheme:
-    radix = checked_radix(state, beta, gamma)
-    if radix is None:
-        return Float64(Coefficients.rounded(beta, gamma), kernels.half_step_for(device, "float64"))
+def _worst(alarms: list[Tensor]) -> Tensor:
+    return functools.reduce(torch.maximum, alarms).amax(1)
+
+
+SAFE_BITS = 32
+"""What a float64 state can lose of its 52 bits on the way back and still give f the numbers that it had: it was exact
+in every run that lost less."""
+
+
+def scheme_for(options: Options, initial: Sequence[Tensor]) -> Scheme:
+    """The scheme that the options ask for, of an iteration that starts from these tensors."""
+    radix, device = radix_of(options), initial[0].device
+    if radix is None or (options.state == "auto" and _is_safe(options, initial)):
+        return Float64(_float64_coefficients(options), kernels.half_step_for(device, "float64"))
     return Integers(radix, kernels.half_step_for(device, "exact"))
 
 
-def checked_radix(state: Any, beta: float, gamma: float = 1.0) -> Radix | None:
-    """Of the integer state, if that is asked for."""
-    if state == "float64":
+def rounded_coefficients(options: Options) -> Coefficients:
+    """Of the iteration as it runs: an exact state has its own rounding of beta."""
+    radix = None if options.state == "auto" else radix_of(options)
+    return _float64_coefficients(options) if radix is None else Coefficients.rounded(radix.beta, radix.gamma)
+
+
+def _float64_coefficients(options: Options) -> Coefficients:
+    return Coefficients.rounded(float(options.beta), float(options.gamma))
+
+
+def _is_safe(options: Options, initial: Sequence[Tensor]) -> bool:
+    """Whether a float64 state will do: no step is undone, or f is as fine as the state, or little is lost."""
+    if not torch.is_grad_enabled() or options.gradient == "implicit" or any(x.dtype == torch.float64 for x in initial):
+        return True
+    step = _float64_coefficients(options)
+    undone = min(options.max_steps, options.backward_steps or options.max_steps)
+    return 2 * undone * math.log2((1 + abs(step.b)) / abs(step.a)) <= SAFE_BITS
+
+
+def radix_of(options: Options) -> Radix | None:
+    """Of the integer state, if that is asked for, or may be used."""
+    if options.state == "float64":
         return None
-    if state == "exact":
-        state = Exact()
-    if not isinstance(state, Exact):
-        raise ValueError(f"state = {state!r} must be 'float64', 'exact' or revdeq.Exact(fraction_bits=...)")
-    radix = Radix.nearest(beta, state.fraction_bits, gamma)
-    if radix.p == 0 or radix.p >= radix.d:
-        raise ValueError(
-            f"beta = {beta:.6g} has no usable fraction: state='exact' takes 1 - beta = p / d with d <= "
-            f"{LARGEST_DENOMINATOR}, neither 0 nor 1; use beta = 0.5, 0.8 or 0.9, for example"
-        )
-    return radix
+    bits = options.state.fraction_bits if isinstance(options.state, Exact) else Exact().fraction_bits
+    radix = Radix.nearest(float(options.beta), bits, float(options.gamma))
+    if radix.p != 0 and radix.p < radix.d:
+        return radix
+    if options.state == "auto":
+        return None
+    raise ValueError(
+        f"beta = {options.beta:.6g} has no usable fraction: state='exact' takes 1 - beta = p / d with d <= "
+        f"{LARGEST_DENOMINATOR}, neither 0 nor 1; use beta = 0.5, 0.8 or 0.9, for example"
+    )

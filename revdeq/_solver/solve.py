@@ -1,12 +1,7 @@
 """revdeq.solve: the fixed point of f by the reversible iteration, with exact gradients in constant memory."""
 
-import ctypes
-import math
-import operator
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -14,23 +9,33 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-from .adjoint import NORM_FLOOR, Iteration, Reversible, iterate
-from .function import DTYPES, Evaluation
-from .monitor import CHECKS, Monitor, call_site, settle
-from .scheme import Exact, scheme_for
+from ..kernels.half_step import Coefficients
+from .adjoint import NORM_FLOOR, Iteration, Outcome, Reversible, iterate
+from .deferred import settle
+from .function import DTYPES, Function
+from .implicit import Adjoint, Implicit
+from .inputs import Kept
+from .monitor import Monitor, call_site
+from .options import options_from, with_options
+from .scheme import rounded_coefficients, scheme_for
+from .unrolled import is_fake, is_traced, unrolled
 
 
 @dataclass(frozen=True)
 class Solution:
     """The result of `revdeq.solve`.
 
-    z, y: the final states, shaped like z0, in z0's dtype, differentiable.
-    steps: the number of steps that were taken.
-    residual: the relative change ‖z_N - z_{N-1}‖ / (‖z_N‖ + 1e-5) of the last step, a 0-d tensor without a
-        gradient. Reading it may wait for the device.
-    beta: the beta that was used: the one asked for, rounded to float32, or for state="exact" to a fraction.
+    Attributes:
+        z, y: The final states, shaped like z0, in z0's dtype, differentiable.
+        steps: The number of steps that were taken.
+        residual: The relative change ‖z_N - z_{N-1}‖ / (‖z_N‖ + 1e-5) of the last step, a 0-d tensor without a
+            gradient. Reading it may wait for the device.
+        beta, gamma: The coefficients that were used: those asked for, rounded to float32, or for the exact state to a
+            fraction.
+        state: "float64" or "exact": how y and z were kept.
+        adjoint: With gradient="implicit", the steps and the residual of the backward pass, once it has run.
     """
 
     z: Any
@@ -38,6 +43,9 @@ class Solution:
     steps: int
     residual: Tensor
     beta: float
+    gamma: float
+    state: str
+    adjoint: Adjoint | None = None
 
     @property
     def nfe(self) -> int:
@@ -45,16 +53,8 @@ class Solution:
         return 2 * self.steps
 
 
-def solve(
-    f: Callable[..., Any],
-    z0: Any,
-    *args: Any,
-    beta: float = 0.5,
-    max_steps: int = 8,
-    tol: float | None = None,
-    state: str | Exact = "float64",
-    check: str | None = "warn",
-) -> Solution:
+@with_options
+def solve(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Solution:
     """Find z = f(z, *args) by the reversible fixed-point iteration (equation 5 of the paper)
 
         y' = (1 - beta) y + beta f(z)        z' = (1 - beta) z + beta f(y')
@@ -62,27 +62,28 @@ def solve(
     from y = z = z0. The backward pass inverts each step, so its memory does not grow with `max_steps`, and
     the gradient is that of the very iteration that ran.
 
-    f: a module or any callable. It returns something shaped like z, and it must compute the same when it is
-        called again with the same input. Its input is only lent to it: clone what should outlive the call.
-    z0: a tensor, or a nested tuple, list or dict of tensors, of dtype float32, float64, bfloat16 or float16,
-        which is the dtype that f sees. The states of the solver are float64 whatever f computes in.
-    args: passed on to f. Gradients reach z0, tensors in args, the parameters of f and tensors that f closes
-        over.
-    beta: the relaxation, in (0, 2) and not 1. The iteration converges if f contracts with a constant k and
-        beta < 2 / (1 + k). It is rounded to float32 once, which makes beta * f exact in float64.
-    max_steps: the number of steps N, each of which evaluates f twice.
-    tol: None takes exactly `max_steps` steps and never waits for the device. With tol > 0 the iteration stops
-        after the first step whose relative change, `Solution.residual`, is at most tol.
-    state: "float64" is the paper's mixed precision. "exact" keeps integers, in the same 8 bytes, which no step
-        changes beyond recovery: the gradient is that of a stored graph of the same steps, for every beta and every
-        number of them. They resolve 6e-8 (2^-24), which is coarser than a float64 f. 1 - beta is taken
-        as the nearest fraction with a denominator of at most 64. Magnitudes must stay below 128 (or set
-        `revdeq.Exact(fraction_bits=...)`), and beyond some number of half-steps (beta .5: 32, .75: 16, .8: 13, .9:
-        9) 4 more bytes per element are kept for every such number.
-    check: what to do when the backward pass finds that it did not arrive at z0, so that its gradient is not to
-        be trusted (float64 has its range: the error grows like |1 - beta|^-max_steps): "warn", once for each
-        place that calls, "raise", or None, which does not look. On the CPU this happens at the end of the
-        backward pass; on other devices, which are not waited for, at a later call of `solve`.
+    Args:
+        f: A module or any callable. It returns something shaped like z, and it must compute the same when it is
+            called again with the same input. It is given a reused buffer: clone anything that you keep.
+        z0: A tensor, or a nested tuple, list or dict of tensors, of dtype float32, float64, bfloat16 or float16,
+            which is the dtype that f sees. The states of the solver are float64 whatever f computes in.
+        args: Passed on to f. Gradients reach z0, tensors in args, the parameters of f and tensors that f closes
+            over.
+        {options}
+
+    Returns:
+        A `revdeq.Solution`, with the states z and y, the number of steps and the residual.
+
+    Raises:
+        FloatingPointError: f returns NaN or infinity, or the iteration diverges.
+        OverflowError: A magnitude does not fit the exact state.
+        RuntimeError: f contains what cannot be repeated in the backward pass, such as BatchNorm in training mode.
+        ReconstructionError: In the backward pass, with check="raise".
+
+    Example:
+        >>> f = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+        >>> solution = revdeq.solve(lambda z, x: f(z) + x, torch.zeros(4, 8), torch.randn(4, 8))
+        >>> solution.z.sum().backward()
 
     Memory beside f's own: 28 bytes per element in float32, whatever `max_steps` is. A z0 or an output of f
     that is not laid out densely and in the same order costs one more pass over it.
@@ -95,51 +96,55 @@ def solve(
     values are noticed by `check`. A generator of f's own (torch.Generator, numpy) is not rewound.
 
     Compile f, not the model around it: in a compiled model a solve is a graph break, and what is inside it
-    runs as it is. With tol=None no pass waits for the device, so that both can be captured in a CUDA graph.
+    runs as it is. torch.export, torch.jit.trace and make_fx record a solve as plain operations, unrolled.
+    With tol=None no pass waits for the device, so that both can be captured in a CUDA graph.
     """
+    if is_traced() or (isinstance(z0, Tensor) and is_fake(z0)):
+        return _solve_traceably(f, z0, args, options)
     run = _solve_untraced if torch.compiler.is_compiling() else _solve
-    return run(f, z0, args, beta, max_steps, tol, state, check)
+    return run(f, z0, args, options)
 
 
-def _solve(
-    f: Callable[..., Any],
-    z0: Any,
-    args: tuple[Any, ...],
-    beta: float,
-    max_steps: int,
-    tol: float | None,
-    state: str | Exact,
-    check: str | None,
-) -> Solution:
+def _solve(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Solution:
     checked_f(f)
-    rounded = checked_beta(beta)
-    max_steps = checked_max_steps(max_steps)
-    tol = checked_tol(tol)
-    check = checked_check(check)
+    options = options_from(keywords)
     if forward_ad._current_level >= 0:
         raise RuntimeError(
             "solve has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp), and a tangent would be "
             "lost: use reverse mode, or call solve outside of the dual level"
         )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise TypeError(
+            "solve is inside a transform of torch.func (grad, vmap, ...), which it cannot be: call it outside, with a "
+            "batch dimension in place of vmap and with autograd in place of grad"
+        )
     settle()
     initial, spec = checked_state(z0)
-    device = initial[0].device
-
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # paths take time, and only a transform needs them
-        for path, x in tree_flatten_with_path(args)[0]:
-            if isinstance(x, Tensor):
-                _refuse_transformed(f"args{keystr(path)}", x)
-    evaluation = Evaluation(f, spec, args, device)
-    scheme = scheme_for(state, rounded if state == "float64" else float(beta), 1.0, device)
+    scheme = scheme_for(options, initial)
     monitor = None
-    if check is not None:
-        setting = f"beta = {scheme.beta:.6g}, max_steps = {max_steps}"
-        monitor = Monitor(check, call_site(), setting, scheme.remedy)
-    it = Iteration(evaluation, scheme, max_steps, tol, monitor)
-    outcome = iterate(it, initial)
+    if options.check is not None:
+        setting = f"beta = {scheme.beta:.6g}, max_steps = {options.max_steps}"
+        monitor = Monitor(options.check, call_site(), setting, scheme.remedy)
+
+    def iterated() -> tuple[Iteration, Outcome]:
+        function = Function(
+            f, spec, args, initial[0].device,
+            keep=options.keep, reads_again=scheme.step.c != 0, first_only=options.gradient == "implicit",
+        )  # fmt: skip
+        it = Iteration(function, scheme, options, monitor)
+        return it, iterate(it, initial)
+
+    try:
+        it, outcome = iterated()
+    except Kept:  # a cache that f has filled is there now, and its content is like any captured tensor
+        it, outcome = iterated()
     last = (*outcome.y_copy, *outcome.z_copy)
-    if evaluation.graph and (evaluation.inputs or any(x.requires_grad for x in initial)):
-        last = Reversible.apply(it, outcome, *initial, *evaluation.inputs)
+    inputs, adjoint = it.f.inputs.tensors, None
+    if it.f.graph and options.gradient == "implicit" and inputs:
+        adjoint = Adjoint()
+        last = Implicit.apply(it, outcome, adjoint, *inputs)
+    elif it.f.graph and options.gradient == "exact" and (inputs or any(x.requires_grad for x in initial)):
+        last = Reversible.apply(it, outcome, *initial, *inputs)
 
     y, z = last[: len(initial)], last[len(initial) :]
     assert it.norms is not None
@@ -150,6 +155,9 @@ def _solve(
         steps=it.steps,
         residual=change / (value + NORM_FLOOR),
         beta=scheme.beta,
+        gamma=scheme.gamma,
+        state=scheme.name,
+        adjoint=adjoint,
     )
 
 
@@ -157,51 +165,36 @@ def _solve(
 _solve_untraced = _disable_dynamo(_solve)
 
 
+def _solve_traceably(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Solution:
+    """In plain operations: a tracer sees nothing of what a kernel computes."""
+    if keywords.get("tol") is not None:
+        raise ValueError(
+            f"tol = {keywords['tol']!r}: a model that is traced or exported takes a fixed number of steps; use tol=None"
+        )
+    step, max_steps = _constants_of(**keywords)
+    y, z, before = unrolled(checked_f(f), z0, args, step, max_steps)
+    pairs = zip(tree_leaves(z), tree_leaves(before), strict=True)
+    changes = [(new.double() - old.double()).square().sum() for new, old in pairs]
+    values = [x.double().square().sum() for x in tree_leaves(z)]
+    residual = torch.stack(changes).sum().sqrt() / (torch.stack(values).sum().sqrt() + NORM_FLOOR)
+    return Solution(
+        z=z, y=y, steps=max_steps, residual=residual.detach(), beta=step.beta, gamma=step.gamma, state="float64"
+    )
+
+
+def _constants_of(**keywords: Any) -> tuple[Coefficients, int]:
+    """With a state of float64 numbers, also where integers are asked for: their iteration, up to their resolution."""
+    options = options_from(keywords)
+    return rounded_coefficients(options), options.max_steps
+
+
+_constants_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.export would trace into its fractions
+
+
 def checked_f(f: Any) -> Callable[..., Any]:
     if not callable(f):
         raise TypeError(f"f = {f!r} must be callable: a module, or a function f(z, *args)")
     return f
-
-
-def checked_beta(beta: float) -> float:
-    if not isinstance(beta, Real):
-        raise TypeError(f"beta = {beta!r} must be a number in (0, 2) and not 1")
-    try:
-        rounded = ctypes.c_float(float(beta)).value
-    except OverflowError:
-        rounded = math.inf
-    if not 0 < rounded < 2 or rounded == 1:
-        raise ValueError(
-            f"beta = {beta!r} must lie in (0, 2) and not be 1, also after rounding to float32: 1 - beta is what the "
-            "backward pass divides by; 0.5 to 0.9 work well"
-        )
-    return rounded
-
-
-def checked_max_steps(max_steps: int) -> int:
-    try:
-        steps = operator.index(max_steps)
-    except TypeError:
-        raise TypeError(f"max_steps = {max_steps!r} must be an integer of at least 1") from None
-    if steps < 1:
-        raise ValueError(f"max_steps = {max_steps!r} must be at least 1: a step evaluates f twice")
-    return steps
-
-
-def checked_tol(tol: float | None) -> float | None:
-    if tol is None:
-        return None
-    if not isinstance(tol, Real):
-        raise TypeError(f"tol = {tol!r} must be a number, or None to take exactly max_steps steps")
-    if not 0 < tol <= sys.float_info.max:
-        raise ValueError(f"tol = {tol!r} must be positive and finite, or None to take exactly max_steps steps")
-    return float(tol)
-
-
-def checked_check(check: str | None) -> str | None:
-    if check not in CHECKS:
-        raise ValueError(f"check = {check!r} must be 'warn', 'raise' or None")
-    return check
 
 
 def checked_state(z0: Any) -> tuple[list[Tensor], Any]:
@@ -221,7 +214,6 @@ def checked_state(z0: Any) -> tuple[list[Tensor], Any]:
             raise TypeError(f"{name} is {x.dtype}: it must be float32, float64, bfloat16 or float16; use {remedy}")
         if is_traceable_wrapper_subclass(x):
             raise TypeError(f"{name} is a {type(x).__name__}, which holds other tensors: solve for those")
-        _refuse_transformed(name, x)
         if x.layout != torch.strided:
             raise TypeError(f"{name} has layout {x.layout}: it must be dense; convert it with {name}.to_dense()")
         if x.device != paths[0][1].device:
@@ -233,11 +225,3 @@ def checked_state(z0: Any) -> tuple[list[Tensor], Any]:
         # A tensor made in inference mode cannot be saved for the backward pass; its copy can.
         leaves.append(x.clone() if x.is_inference() and torch.is_grad_enabled() else x.resolve_neg())
     return leaves, spec
-
-
-def _refuse_transformed(name: str, x: Tensor) -> None:
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        raise TypeError(
-            f"{name} is inside a transform of torch.func (grad, vmap, ...), which solve cannot be: call it outside, "
-            "with a batch dimension in place of vmap and with autograd in place of grad"
-        )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .scheme import Exact
+from .options import with_options
 from .solve import solve
 
 
@@ -55,25 +55,34 @@ class Report:
         return f"{text}. In all, {lost} of {self.evaluations} inputs were not reconstructed bit for bit"
 
 
-def verify(
-    f: Callable[..., Any],
-    z0: Any,
-    *args: Any,
-    beta: float = 0.5,
-    max_steps: int = 8,
-    tol: float | None = None,
-    state: str | Exact = "float64",
-) -> Report:
-    """Run a solve forward and backward, with hashes of the bits of every input and output of f, and report
-    whether the backward pass saw what the forward pass saw. The arguments are those of `revdeq.solve`.
+@with_options
+def verify(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Report:
+    """Find out whether the gradient of this very f is exact, and if not, why.
 
-    Memory does not grow with `max_steps` here either: 16 bytes are kept for each evaluation. f is evaluated
-    once more wherever its output changed, to count the elements.
+    Runs a solve forward and backward, with hashes of the bits of every input and output of f, and compares what the
+    backward pass saw with what the forward pass saw. Memory does not grow with `max_steps` here either: 16 bytes are
+    kept for each evaluation. f is evaluated once more wherever its output changed, to count the elements.
+
+    Args:
+        f: As for `revdeq.solve`.
+        z0: Likewise.
+        args: Likewise.
+        {options}
+
+    Returns:
+        A `Report`: print it, or ask for its `exact`.
+
+    Example:
+        >>> print(revdeq.verify(f, z0, x, beta=0.8))
     """
+    if options.get("gradient", "exact") != "exact":
+        raise ValueError(
+            f"gradient = {options['gradient']!r}: verify is about gradient='exact', which repeats steps; leave it out"
+        )
     recorder = _Recorder(f)
     with torch.enable_grad():
         initial = _requiring_grad(z0)
-        solution = solve(recorder, initial, *args, beta=beta, max_steps=max_steps, tol=tol, state=state, check=None)
+        solution = solve(recorder, initial, *args, **{**options, "check": None, "keep": 0})
         recorder.turn_back(f"beta = {solution.beta:.6g}, {solution.steps} steps")
         leaves = tree_leaves(solution.z)
         torch.autograd.grad(leaves, tree_leaves(initial), [torch.ones_like(x) for x in leaves], allow_unused=True)

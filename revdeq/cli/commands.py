@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 Run = Callable[[argparse.Namespace], int]
 NEEDED = ("matplotlib", "numpy", "tiktoken", "tqdm")
@@ -51,20 +50,14 @@ def doctor(parser: argparse.ArgumentParser) -> Run:
 
 def train(parser: argparse.ArgumentParser) -> Run:
     """train a preset of the paper, or a small one for a CPU; with torchrun, on many GPUs or machines"""
-    parser.add_argument(
-        "preset",
-        help="the paper's, for GPUs: cifar10-single, cifar10-170k, cifar10-5m, cifar10-10m, wikitext103-94m; for CPUs: "
-        "cifar10-tiny, wikitext2-tiny",
-    )
+    from ..training.presets import PRESETS
+
+    quoted, others = ([p.name for p in PRESETS.values() if bool(p.quoted) == paper] for paper in (True, False))
+    parser.add_argument("preset", help=f"the paper's, for GPUs: {', '.join(quoted)}; for CPUs: {', '.join(others)}")
     _data_options(parser)
     parser.add_argument("--out", type=Path, metavar="RUN", help="the run's folder (default: runs/PRESET)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a setting of the model or the training; one that does not exist, --set x=0, lists them all",
-    )
+    _settings_option(parser, "change a setting; one that does not exist, --set x=0, lists them all")
+    parser.add_argument("--dry-run", action="store_true", help="only predict the memory and the time on GPUs")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in RUN, if any")
 
     def run(arguments: argparse.Namespace) -> int:
@@ -72,7 +65,12 @@ def train(parser: argparse.ArgumentParser) -> Run:
         from ..training import run as training
 
         preset = presets.configured(arguments.preset, presets.parsed(arguments.set))
-        _download(arguments, preset)
+        if arguments.dry_run:
+            from ..training import dry_run
+
+            print(dry_run.report(preset))
+            return 0
+        _download(arguments, preset.data)
         out = arguments.out or Path("runs") / preset.name
         training.train(preset, arguments.data, out, arguments.resume, arguments.device)
         return 0
@@ -84,30 +82,31 @@ def evaluate(parser: argparse.ArgumentParser) -> Run:
     """the accuracy or perplexity of a checkpoint"""
     parser.add_argument("checkpoint", type=Path, help="best.pt or last.pt of a run")
     _data_options(parser)
-    parser.add_argument("--split", default="test", help="test (default) or, of text, valid")
+    parser.add_argument("--split", default="test", help="test (default) or valid")
+    parser.add_argument("--batches", type=int, help="only the first so many of the split (default: all of it)")
+    _settings_option(parser, "a setting to differ from the training's, for example max_steps=80")
 
     def run(arguments: argparse.Namespace) -> int:
         from ..training import checkpoint
         from ..training import run as training
-        from ..training.generate import restored_vocabulary
-        from ..training.presets import Preset, SettingError
+        from ..training.presets import SettingError, parsed
         from ..training.processes import Processes
 
-        saved = checkpoint.load(arguments.checkpoint)
-        preset = Preset.from_dict(saved["preset"])
-        _download(arguments, preset)
+        if arguments.batches is not None and arguments.batches < 1:
+            raise SettingError(f"--batches {arguments.batches}: it must be 1 or larger")
+        _download(arguments, checkpoint.load(arguments.checkpoint)["preset"]["data"])
         processes = Processes(arguments.device)
-        found = training.load_data(preset, arguments.data, restored_vocabulary(saved)).to(processes.device)
-        if arguments.split not in found.splits:
-            raise SettingError(f"--split {arguments.split}: it must be {' or '.join(found.splits)}")
-        model = training.build(preset, found).to(processes.device)
-        checkpoint.load_weights(model, arguments.checkpoint, saved)
-        measured = training.measure(model, found, arguments.split, preset.training, processes)
-        print(found.describe())
-        line = f"{preset.name} at update {saved['update']:,}, {arguments.split}: {found.metric} {measured.metric:.4f}, "
-        line += f"loss {measured.loss:.4f} ({measured.examples:,} {found.unit})"
-        if measured.evaluations is not None:
-            line += f", {measured.evaluations:g} evaluations of f, residual {measured.residual:.1e}"
+        changes = {**parsed(arguments.set), "evaluation_batches": arguments.batches}
+        trained = training.restored(arguments.checkpoint, arguments.data, changes, processes.device)
+        preset, dataset = trained.preset, trained.dataset
+        if arguments.split not in dataset.splits:
+            raise SettingError(f"--split {arguments.split}: it must be {' or '.join(dataset.splits)}")
+        score = training.evaluate(trained.model, dataset, arguments.split, preset.training, processes)
+        print(dataset.describe())
+        line = f"{preset.name} at update {trained.update:,}, {arguments.split}: {dataset.metric.name} "
+        line += f"{score.metric:.4f}, loss {score.loss:.4f} ({score.targets:,} {dataset.unit})"
+        if score.evaluations is not None:
+            line += f", {score.evaluations:g} evaluations of f, residual {score.residual:.1e}"
         print(line)
         return 0
 
@@ -126,8 +125,8 @@ def generate(parser: argparse.ArgumentParser) -> Run:
     def run(arguments: argparse.Namespace) -> int:
         from ..training import generate
 
-        how = (arguments.tokens, arguments.temperature, arguments.seed)
-        pieces = generate.generate(arguments.checkpoint, arguments.data, arguments.prompt, *how)
+        sampling = (arguments.tokens, arguments.temperature, arguments.seed)
+        pieces = generate.generate(arguments.checkpoint, arguments.data, arguments.prompt, *sampling)
         print(arguments.prompt, end="", flush=True)
         for piece in pieces:
             print(piece, end="", flush=True)
@@ -138,17 +137,20 @@ def generate(parser: argparse.ArgumentParser) -> Run:
 
 
 def _data_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="the folder with the data set")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="the folder with the data set, if it is one of files")
     parser.add_argument("--download", action="store_true", help="fetch the data set into DIR if it is not there")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
 
 
-def _download(arguments: argparse.Namespace, preset: Any) -> None:
-    if arguments.download:
-        from ..training.data import download
+def _settings_option(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
 
-        for name in [preset.data] if preset.data == "cifar10" else [preset.data, "gpt2"]:
-            download.fetch(name, arguments.data)
+
+def _download(arguments: argparse.Namespace, name: str) -> None:
+    if arguments.download and arguments.data is not None:
+        from ..training.data import DATASETS, download
+
+        download.fetch(DATASETS[name].sources, arguments.data)
 
 
 def _guarded(run: Run) -> Run:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,13 @@ from ..baselines import checkpointed, stored_graph
 from ..models import ConvBlock
 from ..models.blocks import group_norm
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 DEPTHS = (2, 4, 8)
 PLOTTED_DEPTHS = (1, 2, 4, 8, 16, 32, 64)
 BETA = 0.5
+PLOTTED_BETAS = (0.5, 0.8, 0.9)
 EPOCHS = 5
 BATCH = 64
 
@@ -162,14 +166,6 @@ def print_table(rows: list[Row]) -> None:
 
 
 def plot(batch: tuple[Tensor, Tensor], out: Path, seed: int) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import ScalarFormatter
-
-    warnings.simplefilter("ignore", ReconstructionWarning)  # it would announce what the plot shows
-
     def by_depth(measurement: Callable[..., float], method: str, beta: float = BETA) -> list[float]:
         torch.manual_seed(seed)
         model = Classifier(method, 1, beta)
@@ -178,24 +174,47 @@ def plot(batch: tuple[Tensor, Tensor], out: Path, seed: int) -> None:
             values.append(measurement(model, *batch))
         return values
 
-    figure, (memory, error) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for method in METHODS:
-        memory.plot(PLOTTED_DEPTHS, [b / 2**20 for b in by_depth(step_memory, method)], "o-", label=method)
-    memory.set(yscale="log", ylabel="peak memory of a training step (MiB)")
-    memory.yaxis.set_major_formatter(ScalarFormatter())
-    lowest, highest = 1e-9, 1.0
-    for beta in (0.5, 0.8, 0.9):
-        errors = [e if e < highest else highest for e in by_depth(gradient_error, "reversible", beta)]
-        (line,) = error.plot(PLOTTED_DEPTHS, [max(e, lowest) for e in errors], "o-", label=f"reversible, beta = {beta}")
-        lost = [n for n, e in zip(PLOTTED_DEPTHS, errors, strict=True) if e != e or e == highest]
-        error.plot(lost, [highest] * len(lost), "x", color=line.get_color(), clip_on=False)
-    error.plot([], [], "x", color="black", label="not finite")
-    error.axhline(2.0**-24, color="grey", linestyle=":", label="rounding of float32")
-    error.set(yscale="log", ylim=(lowest, highest), ylabel="relative error of the gradient, worst parameter")
-    for axes in (memory, error):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ReconstructionWarning)  # it would announce what the plot shows
+        memory = {method: by_depth(step_memory, method) for method in METHODS}
+        errors = {beta: by_depth(gradient_error, "reversible", beta) for beta in PLOTTED_BETAS}
+    picture(memory, errors).savefig(out, dpi=120)
+
+
+def picture(memory: dict[str, list[float]], errors: dict[float, list[float]]) -> "Figure":
+    """Peak bytes by method and errors of the gradient by beta, each at PLOTTED_DEPTHS."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for method, peaks in memory.items():
+        left.plot(PLOTTED_DEPTHS, [peak / 2**20 for peak in peaks], "o-", label=method)
+    left.set(yscale="log", ylabel="peak memory of a training step (MiB)")
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter(NullFormatter())
+    zero, highest, lost_somewhere = 1e-9, 1.0, False
+    for beta, values in errors.items():
+        shown = [min(max(e, zero), highest) for e in values]  # a NaN stays one, and is left out of the line
+        (line,) = right.plot(PLOTTED_DEPTHS, shown, "o-", label=f"beta = {beta}")
+        if lost := [n for n, e in zip(PLOTTED_DEPTHS, values, strict=True) if not e < highest]:
+            # An empty line with clip_on=False has no place, for which the layout would give away all there is.
+            right.plot(lost, [highest] * len(lost), "x", color=line.get_color(), clip_on=False)
+            line.set_markevery([n not in lost for n in PLOTTED_DEPTHS])
+            lost_somewhere = True
+    right.axhline(2.0**-24, color="grey", linestyle=":", label="rounding of float32")
+    if lost_somewhere:
+        right.plot([], [], "x", color="black", label="1 or more, or not finite")
+    right.set(
+        yscale="log", ylim=(zero / 2, highest), ylabel="relative error of the gradient,\nreversible, worst parameter"
+    )
+    right.set_yticks([1, 1e-2, 1e-4, 1e-6, 1e-8, zero], ["1", *(f"$10^{{{k}}}$" for k in (-2, -4, -6, -8)), "0"])
+    right.yaxis.set_minor_locator(NullLocator())
+    for axes in (left, right):
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("steps N (2 N evaluations of f)")
-        axes.legend()
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False, fontsize=8)
         axes.grid(alpha=0.3)
-    figure.savefig(out, dpi=120)
+    return figure

@@ -4,16 +4,19 @@ from torch import nn
 
 from .blocks import ConvBlock, TransformerBlock
 from .equilibrium import Equilibrium
-from .explicit import ResNet, Transformer, count_parameters
+from .explicit import PuzzleNet, ResNet, Transformer, count_parameters
 from .image import MultiScale, SingleScale
 from .language import LanguageModel
+from .puzzle import PuzzleBlock, PuzzleModel
 
 MODELS: dict[str, type[nn.Module]] = {
     "single-scale": SingleScale,
     "multi-scale": MultiScale,
     "language": LanguageModel,
+    "puzzle": PuzzleModel,
     "resnet": ResNet,
     "transformer": Transformer,
+    "puzzle-net": PuzzleNet,
 }
 """By the name that a preset gives."""
 
@@ -23,6 +26,9 @@ __all__ = [
     "Equilibrium",
     "LanguageModel",
     "MultiScale",
+    "PuzzleBlock",
+    "PuzzleModel",
+    "PuzzleNet",
     "ResNet",
     "SingleScale",
     "Transformer",

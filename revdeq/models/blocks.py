@@ -1,9 +1,11 @@
 """The functions f(z, x) whose fixed points the paper's models compute, and the layers that these are made of.
 
-form="paper" is as printed; form="authors" is as in the code that the paper's authors published.
+form="paper" is as printed; form="authors" is as in the code that the paper's authors published; form="residual" is the
+language block with residual paths.
 """
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 CHANNELS_PER_GROUP = 16
 """Of GroupNorm, as in the authors' code; the paper does not say."""
 
-FORMS = ("paper", "authors")
+FORMS = {"paper": "as printed", "authors": "as in the authors' code"}
+LANGUAGE_FORMS = {**FORMS, "residual": "with residual paths"}
 
 
 class ConvBlock(nn.Module):
@@ -27,7 +30,7 @@ class ConvBlock(nn.Module):
     def __init__(self, channels: int, width: int = 1, form: str = "paper") -> None:
         super().__init__()
         inner = checked_size("width", width) * checked_size("channels", channels)
-        self.form = checked_form(form)
+        self.form = checked_form(form, FORMS)
         self.conv1 = nn.Conv2d(channels, inner, 3, padding=1, bias=False)
         self.conv2 = nn.Conv2d(inner, channels, 3, padding=1, bias=False)
         self.norm1, self.norm2, self.norm3 = group_norm(inner), group_norm(channels), group_norm(channels)
@@ -47,13 +50,16 @@ class TransformerBlock(nn.Module):
     after the attention and after the MLP.
     form="authors": h = z + SelfAttention(LN(z + x)), then h + MLP(LN(h)), with two hidden layers in the MLP. It has
         no norm around the whole, so that it need not have a fixed point.
+    form="residual": u = z + x, h = LN(u + SelfAttention(u)), then LN(h + MLP(h)), with the parameters of "paper". As
+        printed, a new model hardly sees its own token: the equilibrium at the last of 64 positions moves by 9 % when
+        the token there changes, and by 74 % when all others do; with the residual paths, by 98 % and 17 %.
     """
 
     def __init__(
         self, d: int, heads: int = 8, dropout: float = 0.0, wide_heads: bool = False, form: str = "paper"
     ) -> None:
         super().__init__()
-        self.form = checked_form(form)
+        self.form = checked_form(form, LANGUAGE_FORMS)
         self.attention = CausalAttention(d, heads, wide_heads)
         self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
         self.mlp = mlp(d, 4 * d, 4 * d, d, approximate="tanh") if form == "authors" else mlp(d, 4 * d, d)
@@ -63,7 +69,11 @@ class TransformerBlock(nn.Module):
         if self.form == "authors":
             h = z + self.dropout(self.attention(self.norm1(z + x)))
             return h + self.dropout(self.mlp(self.norm2(h)))
-        h = self.norm1(self.dropout(self.attention(z + x)))
+        u = z + x
+        if self.form == "residual":
+            h = self.norm1(u + self.dropout(self.attention(u)))
+            return self.norm2(h + self.dropout(self.mlp(h)))
+        h = self.norm1(self.dropout(self.attention(u)))
         return self.norm2(self.dropout(self.mlp(h)))
 
 
@@ -133,9 +143,10 @@ def checked_size(name: str, value: Any) -> int:
     return value
 
 
-def checked_form(form: str) -> str:
-    if form not in FORMS:
-        raise ValueError(f"form = {form!r} must be 'paper', as printed, or 'authors', as in the authors' code")
+def checked_form(form: str, forms: Mapping[str, str]) -> str:
+    if form not in forms:
+        known = ", ".join(f"{name!r} ({meaning})" for name, meaning in forms.items())
+        raise ValueError(f"form = {form!r} must be one of {known}")
     return form
 
 

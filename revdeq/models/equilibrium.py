@@ -1,50 +1,43 @@
 """The fixed point of a block, by the reversible solver or, to compare, by another."""
 
 import contextlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._solver.adjoint import NORM_FLOOR
-from .._solver.context import Draw
+from .._solver.context import Disturbed, Draw
 from .._solver.layer import Last, RevDEQ
-from .._solver.scheme import Exact
 from ..baselines import checkpointed, stored_graph
 from .blocks import checked_size
 
 SOLVERS = ("reversible", "stored", "checkpointed", "torchdeq")
+OF_ALL_SOLVERS = ("beta", "max_steps", "tol", "check")
+"""Options that mean something, or can do no harm, whatever the solver."""
 
 
 class Equilibrium(RevDEQ):
-    """A layer whose output is z = f(z, x), found from z = 0.
+    """A `RevDEQ`, whose options it takes by name, that can be solved by other means, too. It starts from z = 0.
 
-    steps: the number of steps N, each of which evaluates f twice.
-    beta, tol, state, check: see `revdeq.solve`.
     solver: "reversible" is the paper's. "stored" and "checkpointed" compute the same, bit for bit, and are
         differentiated by plain autograd and by torch.utils.checkpoint. "torchdeq" is the classical equilibrium model:
         Anderson acceleration both ways, which ends at the relative residual `tol` if it is given, and the gradient
         of the implicit function theorem. All of them draw one dropout mask per solve.
     evaluations: the most that Anderson acceleration makes of f in the forward pass, and of its transposed Jacobian in
-        the backward pass; None: 2 `steps`. The gradient takes one evaluation of f more.
+        the backward pass; None: 2 `max_steps`. The gradient takes one evaluation of f more.
     """
 
     def __init__(
-        self,
-        f: Callable[..., Any],
-        steps: int = 4,
-        beta: float = 0.5,
-        tol: float | None = None,
-        state: str | Exact = "float64",
-        check: str | None = "warn",
-        solver: str = "reversible",
-        evaluations: int | None = None,
+        self, f: Callable[..., Any], *, solver: str = "reversible", evaluations: int | None = None, **options: Any
     ) -> None:
-        super().__init__(f, beta, checked_size("steps", steps), tol, state, check)
-        self.solver = _checked_solver(solver, tol, state)
-        self.evaluations = _checked_evaluations(2 * steps if evaluations is None else evaluations, solver)
-        self._torchdeq = _anderson(self.evaluations, tol) if solver == "torchdeq" else None
+        super().__init__(f, **options)
+        self.solver = _checked_solver(solver, options)
+        self.evaluations = _checked_evaluations(evaluations, self.max_steps, solver)
+        if solver == "torchdeq":
+            _anderson(3, None)  # or an error that says what to install, now and not in the first forward pass
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         if torch.is_autocast_enabled(x.device.type):
@@ -52,23 +45,28 @@ class Equilibrium(RevDEQ):
         if self.solver == "reversible":
             return super().forward(x)
         f, z0 = _Repeated(self.f, x), torch.zeros_like(x, requires_grad=False)
-        if self._torchdeq is None:
+        if self.solver != "torchdeq":
             solve = stored_graph if self.solver == "stored" else checkpointed
             z = solve(f, z0, beta=self.beta, max_steps=self.max_steps)
             change, value = (z.detach() - f.inputs[-2]).norm(), z.detach().norm()
             residual = change / (value + NORM_FLOOR)
         else:
-            self._torchdeq.train(torch.is_grad_enabled())  # in torchdeq, the mode decides whether there is a gradient
+            deq = _anderson(self.evaluations or 2 * self.max_steps, self.tol)
+            deq.train(torch.is_grad_enabled())  # in torchdeq, the mode decides whether there is a gradient
             with torch.autocast(x.device.type, enabled=False):  # a Gram matrix in bfloat16 would be singular
-                (z,), info = self._torchdeq(f, z0)
+                (z,), info = deq(f, z0)
             residual = info["rel_lowest"].mean()
         self.last = Last(f.calls // 2, f.calls, residual)
         f.inputs.clear()
         return z
 
     def extra_repr(self) -> str:
-        extra = f", evaluations={self.evaluations}" if self.solver == "torchdeq" else ""
+        extra = f", evaluations={self.evaluations or 2 * self.max_steps}" if self.solver == "torchdeq" else ""
         return f"{super().extra_repr()}, solver={self.solver!r}{extra}"
+
+
+OPTIONS = {*inspect.signature(RevDEQ).parameters, *inspect.signature(Equilibrium).parameters} - {"f", "options"}
+"""By name, what a model passes on to its equilibria."""
 
 
 class _Repeated:
@@ -88,6 +86,12 @@ class _Repeated:
     def __call__(self, z: Tensor) -> Tensor:
         self.calls += 1
         self.inputs = [*self.inputs[-1:], z.detach()]
+        try:
+            return self._call(z)
+        except Disturbed:
+            return self._call(z)
+
+    def _call(self, z: Tensor) -> Tensor:
         with self._draw.rewound(), self._draw, self._autocast():
             return self.f(z, self.x).to(z.dtype)
 
@@ -112,19 +116,23 @@ def _anderson(evaluations: int, tol: float | None) -> nn.Module:
     )
 
 
-def _checked_solver(solver: str, tol: float | None, state: str | Exact) -> str:
+def _checked_solver(solver: str, options: Mapping[str, Any]) -> str:
     if solver not in SOLVERS:
         raise ValueError(f"solver = {solver!r} must be one of {', '.join(map(repr, SOLVERS))}")
-    if solver in ("stored", "checkpointed") and tol is not None:
-        raise ValueError(f"tol = {tol!r}: solver = {solver!r} takes all of its steps; use tol=None")
-    if solver != "reversible" and state != "float64":
-        raise ValueError(f"state = {state!r} belongs to solver = 'reversible'; with {solver!r} use state='float64'")
+    if solver in ("stored", "checkpointed") and options.get("tol") is not None:
+        raise ValueError(f"tol = {options['tol']!r}: solver = {solver!r} takes all of its steps; use tol=None")
+    if solver != "reversible":
+        defaults = inspect.signature(RevDEQ).parameters
+        for name, value in options.items():
+            if name not in OF_ALL_SOLVERS and value != defaults[name].default:
+                raise ValueError(f"{name} = {value!r} belongs to solver = 'reversible'; with {solver!r} leave it out")
     return solver
 
 
-def _checked_evaluations(evaluations: int, solver: str) -> int:
-    if checked_size("evaluations", evaluations) < 3 and solver == "torchdeq":
-        raise ValueError(f"evaluations = {evaluations} must be at least 3: the first two start Anderson acceleration")
+def _checked_evaluations(evaluations: int | None, max_steps: int, solver: str) -> int | None:
+    most = 2 * max_steps if evaluations is None else checked_size("evaluations", evaluations)
+    if most < 3 and solver == "torchdeq":
+        raise ValueError(f"evaluations = {most} must be at least 3: the first two start Anderson acceleration")
     return evaluations
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .blocks import CausalAttention, PreActivation, checked_dropout, checked_size, mlp
 from .image import by_scale, checked_images
 from .language import Embedding, initialise
+from .puzzle import PuzzleBlock, checked_puzzles, classifier, encoder
 
 
 class ResNet(nn.Module):
@@ -88,6 +89,36 @@ class Transformer(nn.Module):
         """With nearly this many parameters: `hidden` is chosen."""
         hidden = _nearest(lambda n: cls(hidden=n, **settings), parameters, "use a smaller d or depth")
         return cls(hidden=hidden, **settings)
+
+
+class PuzzleNet(nn.Module):
+    """As `PuzzleModel`, with a number of blocks that have parameters of their own in place of the equilibrium.
+
+    depth: the number of blocks; each is the equilibrium's f, and the first one reads z = 0.
+    """
+
+    last = None
+
+    def __init__(
+        self, features: int = 3, dimensions: int = 2, channels: int = 32, classes: int = 2, depth: int = 2
+    ) -> None:
+        super().__init__()
+        self.encode = encoder(features, dimensions, channels)
+        self.blocks = nn.ModuleList(PuzzleBlock(channels, dimensions) for _ in range(checked_size("depth", depth)))
+        self.classify = classifier(channels, classes)
+
+    def forward(self, puzzles: Tensor) -> Tensor:
+        x = self.encode(checked_puzzles(self.encode, puzzles))
+        z = torch.zeros_like(x)
+        for block in self.blocks:
+            z = block(z, x)
+        return self.classify(z.movedim(1, -1))
+
+    @classmethod
+    def sized(cls, parameters: int, **settings: Any) -> "PuzzleNet":
+        """With nearly this many parameters: `channels` are chosen."""
+        channels = _nearest(lambda n: cls(channels=n, **settings), parameters, "use a smaller depth")
+        return cls(channels=channels, **settings)
 
 
 class Layer(nn.Module):

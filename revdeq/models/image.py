@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import ConvBlock, PreActivation, checked_form, checked_size, group_norm
+from .blocks import FORMS, ConvBlock, PreActivation, checked_form, checked_size, group_norm
 from .equilibrium import Equilibrium, EquilibriumModel
 
 POOLED = 4
@@ -22,9 +22,9 @@ class SingleScale(EquilibriumModel):
     The defaults are the paper's, which quotes 170K parameters: 160,138 by its hyper-parameters.
 
     channels, width: of the block.
-    steps, beta, tol, state, check, solver, evaluations: see `Equilibrium`.
     form: "paper", or "authors" for the block of the authors' code.
     block: makes another f, from `channels` and `width`.
+    max_steps, beta and other options: see `Equilibrium` and `revdeq.RevDEQ`.
     """
 
     def __init__(
@@ -32,21 +32,17 @@ class SingleScale(EquilibriumModel):
         channels: int = 64,
         width: int = 2,
         classes: int = 10,
-        steps: int = 4,
-        beta: float = 0.8,
-        tol: float | None = None,
-        state: str = "float64",
-        check: str | None = "warn",
-        solver: str = "reversible",
-        evaluations: int | None = None,
         form: str = "paper",
         block: Callable[[int, int], nn.Module] | None = None,
+        max_steps: int = 4,
+        beta: float = 0.8,
+        **options: Any,
     ) -> None:
         super().__init__()
-        checked_size("channels", channels), checked_size("classes", classes), checked_form(form)
+        checked_size("channels", channels), checked_size("classes", classes), checked_form(form, FORMS)
         f = block(channels, width) if block else ConvBlock(channels, width, form)
         self.encode = nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), group_norm(channels))
-        self.equilibrium = Equilibrium(f, steps, beta, tol, state, check, solver, evaluations)
+        self.equilibrium = Equilibrium(f, max_steps=max_steps, beta=beta, **options)
         self.classify = nn.Linear(POOLED**2 * channels, classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -58,48 +54,45 @@ class MultiScale(EquilibriumModel):
     """The implicit ResNet: four scales, at each of which the equilibrium of a `ConvBlock` has an identity path
     around it, followed by a `PreActivation` block that halves the image, and by global average pooling at the last.
 
-    | channels             | widths       | steps        | the paper quotes | counted    |
+    | channels             | widths       | max_steps    | the paper quotes | counted    |
     |----------------------|--------------|--------------|------------------|------------|
     | 32, 32, 32, 32       | 1, 2, 2, 1   | 1, 4, 4, 1   | 170K             | 171,498    |
     | 64, 128, 128, 256    | 2, 4, 4, 2   | 1, 4, 4, 1   | 5M               | 6,335,946  |
     | 128, 256, 256, 128   | 1, 3, 3, 1   | 4, 4, 4, 4   | 10M              | 10,319,754 |
 
-    channels, widths, steps: of each scale, of which there may be more or fewer than four. One width, or one number of
-        steps, may stand for all.
-    beta, tol, state, check, solver: see `Equilibrium`.
-    evaluations: see `Equilibrium`; of each scale, or one number for all.
+    channels, widths, max_steps: of each scale, of which there may be more or fewer than four. One width, or one number
+        of steps, may stand for all.
     form: "paper", or "authors" for the block of the authors' code.
     block: makes another f, from the channels and the width of a scale.
+    beta and other options: see `Equilibrium` and `revdeq.RevDEQ`; `evaluations` are of each scale, or one number for
+        all.
     """
 
     def __init__(
         self,
         channels: Sequence[int] = (32, 32, 32, 32),
         widths: int | Sequence[int] = (1, 2, 2, 1),
-        steps: int | Sequence[int] = (1, 4, 4, 1),
+        max_steps: int | Sequence[int] = (1, 4, 4, 1),
         classes: int = 10,
-        beta: float = 0.8,
-        tol: float | None = None,
-        state: str = "float64",
-        check: str | None = "warn",
-        solver: str = "reversible",
-        evaluations: int | Sequence[int] | None = None,
         form: str = "paper",
         block: Callable[[int, int], nn.Module] | None = None,
+        beta: float = 0.8,
+        evaluations: int | Sequence[int] | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
-        checked_size("classes", classes), checked_form(form)
+        checked_size("classes", classes), checked_form(form, FORMS)
         channels = by_scale("channels", channels)
         scales = len(channels)
-        widths, steps = by_scale("widths", widths, scales), by_scale("steps", steps, scales)
+        widths, max_steps = by_scale("widths", widths, scales), by_scale("max_steps", max_steps, scales)
         limits = [None] * scales if evaluations is None else by_scale("evaluations", evaluations, scales)
         self.encode = nn.Sequential(
             nn.Conv2d(3, channels[0], 3, padding=1, bias=False), nn.BatchNorm2d(channels[0]), nn.ReLU()
         )
         self.scales, self.downsample = nn.ModuleList(), nn.ModuleList()
-        for c, width, n, limit in zip(channels, widths, steps, limits, strict=True):
+        for c, width, n, limit in zip(channels, widths, max_steps, limits, strict=True):
             f = block(c, width) if block else ConvBlock(c, width, form)
-            self.scales.append(Equilibrium(f, n, beta, tol, state, check, solver, limit))
+            self.scales.append(Equilibrium(f, max_steps=n, beta=beta, evaluations=limit, **options))
         for c, following in itertools.pairwise(channels):
             self.downsample.append(PreActivation(c, following, stride=2))
         self.downsample.append(nn.AdaptiveAvgPool2d(1))

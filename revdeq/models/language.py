@@ -3,12 +3,13 @@ MyBlock(d) makes it. Position t of its output may depend on the positions up to 
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import TransformerBlock, checked_form, checked_size
+from .blocks import LANGUAGE_FORMS, TransformerBlock, checked_form, checked_size
 from .equilibrium import Equilibrium, EquilibriumModel
 
 INITIAL_DEVIATION = 0.02 * math.sqrt(1024)
@@ -25,9 +26,9 @@ class LanguageModel(EquilibriumModel):
     vocabulary: of tokens; the default is that of GPT-2, padded to a multiple of 64.
     d, heads, wide_heads, dropout: see `TransformerBlock`.
     length: of the longest sequence.
-    steps, beta, tol, state, check, solver, evaluations: see `Equilibrium`.
-    form: "paper", or "authors" for the block of the authors' code.
+    form: "paper", "authors" for the block of the authors' code, or "residual", see `TransformerBlock`.
     block: makes another f, from `d`.
+    max_steps, beta and other options: see `Equilibrium` and `revdeq.RevDEQ`.
     """
 
     def __init__(
@@ -38,21 +39,17 @@ class LanguageModel(EquilibriumModel):
         length: int = 512,
         dropout: float = 0.1,
         wide_heads: bool = True,
-        steps: int = 4,
-        beta: float = 0.5,
-        tol: float | None = None,
-        state: str = "float64",
-        check: str | None = "warn",
-        solver: str = "reversible",
-        evaluations: int | None = None,
         form: str = "paper",
         block: Callable[[int], nn.Module] | None = None,
+        max_steps: int = 4,
+        beta: float = 0.5,
+        **options: Any,
     ) -> None:
         super().__init__()
-        checked_form(form)
+        checked_form(form, LANGUAGE_FORMS)
         self.embed = Embedding(vocabulary, d, length)
         f = block(d) if block else TransformerBlock(d, heads, dropout, wide_heads, form)
-        self.equilibrium = Equilibrium(f, steps, beta, tol, state, check, solver, evaluations)
+        self.equilibrium = Equilibrium(f, max_steps=max_steps, beta=beta, **options)
         initialise(self.embed)
         if block is None:
             initialise(f)

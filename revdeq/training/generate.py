@@ -1,16 +1,17 @@
 """Text from a trained language model, token by token."""
 
 import codecs
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from . import checkpoint
 from .checkpoint import CheckpointError
-from .data import Vocabulary, encoding
+from .data import encoding
+from .data.wikitext import Vocabulary
 from .presets import Preset, SettingError
 
 if TYPE_CHECKING:
@@ -31,21 +32,16 @@ def generate(
         raise SettingError(f"temperature={temperature}: it must be 0 or larger")
     saved = checkpoint.load(path)
     preset = Preset.from_dict(saved["preset"])
-    if preset.data == "cifar10":
-        raise CheckpointError(f"{path} is a model of images ({preset.name}): only a language model generates text")
+    if "length" not in preset.settings:
+        raise CheckpointError(f"{path} is of {preset.name}: only a language model generates text")
     encoder = encoding.load(encoding.find(folder or Path(saved["folder"])))
-    vocabulary = restored_vocabulary(saved) or Vocabulary.full(encoder.n_vocab)
+    kept = saved.get("data", saved.get("vocabulary"))
+    vocabulary = Vocabulary.full(encoder.n_vocab) if kept is None else Vocabulary.restored(kept)
     model = preset.build(vocabulary=vocabulary.size)
     checkpoint.load_weights(model, path, saved)
     context = encoder.encode_ordinary(prompt) or [encoder.eot_token]
     ids = torch.from_numpy(vocabulary.ids[context])
     return _pieces(model.eval(), encoder, vocabulary, ids, tokens, temperature, seed, preset.settings["length"])
-
-
-def restored_vocabulary(saved: Mapping[str, Any]) -> Vocabulary | None:
-    if saved["vocabulary"] is None:
-        return None
-    return Vocabulary(saved["vocabulary"]["kept"].numpy(), saved["vocabulary"]["surcharge"].numpy())
 
 
 def _pieces(

@@ -1,7 +1,7 @@
 """What to train and how: the experiments of the paper, and small ones for a CPU.
 
 A preset is plain data, which a run keeps in its folder and in its checkpoints. `--set key=value` changes a keyword of
-the model or a field of `Training`.
+the model, one of the data set, or a field of `Training`.
 """
 
 import ast
@@ -15,8 +15,11 @@ from typing import Any, get_type_hints
 from torch import nn
 
 from ..models import MODELS
+from ..models.equilibrium import OPTIONS
 
 SCHEDULES = ("plateau", "cosine", "constant")
+SHORT = {"steps": "max_steps"}
+"""Other names of settings; `steps` was that of version 0.1.0."""
 AUTOCAST = (None, "bfloat16", "float16")
 
 
@@ -37,7 +40,6 @@ class Training:
     autocast: None, "bfloat16" or "float16" (with a scaled loss).
     compile: torch.compile of f.
     seed: of the initial parameters, of the order of the data, its augmentation, and of dropout.
-    vocabulary: of a language model, see data/wikitext.py: "full", "seen", or the number of tokens to keep.
     evaluation_batches: evaluate on the first so many batches of a split, to save time (None: all of it).
     log_every, evaluate_every, save_every: updates between a line of metrics, an evaluation (None: an epoch), and a
         checkpoint (there is one after every evaluation, too).
@@ -54,7 +56,6 @@ class Training:
     autocast: str | None = None
     compile: bool = False
     seed: int = 0
-    vocabulary: str | int = "full"
     evaluation_batches: int | None = None
     log_every: int = 20
     evaluate_every: int | None = None
@@ -93,7 +94,14 @@ class Training:
 
 @dataclass(frozen=True)
 class Preset:
-    """name: of the preset from which it comes; settings: keywords of the model; quoted: parameters, by the paper."""
+    """What to train.
+
+    name: of the preset from which it comes.
+    data, model: names in `DATASETS` and in `MODELS`.
+    settings: keywords of the model and of the data set; one that both have goes to both. max_steps may be a range:
+        with (5, 20), each update draws the number of its steps, and evaluations take 20.
+    quoted: the number of parameters that the paper states.
+    """
 
     name: str
     data: str
@@ -109,25 +117,78 @@ class Preset:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "Preset":
-        return cls(**{**saved, "training": Training(**saved["training"])})
+        settings, training = renamed(saved["settings"]), dict(saved["training"])
+        if "vocabulary" in training:  # of version 0.1.0, which had no validation images either
+            if saved["data"] == "cifar10":
+                settings["held_out"] = None
+            elif training["vocabulary"] != "full":
+                settings["vocabulary"] = training["vocabulary"]
+            del training["vocabulary"]
+        return cls(**{**saved, "settings": settings, "training": Training(**training)})
 
     def flat(self) -> dict[str, Any]:
         saved = self.to_dict()
         return {"preset": self.name, "model": self.model, **saved["settings"], **saved["training"]}
 
-    def build(self, **more: Any) -> nn.Module:
+    @property
+    def range_of_steps(self) -> tuple[int, int] | None:
+        """Where max_steps is a pair, and not the number of steps of each of two scales."""
+        pair, scales = (
+            value if isinstance(value, (tuple, list)) else ()
+            for value in (self.settings.get("max_steps"), self.settings.get("channels"))
+        )
+        if len(pair) != 2 or len(scales) == 2:
+            return None
+        fewest, most = pair
+        if not isinstance(fewest, int) or not isinstance(most, int) or not 1 <= fewest <= most:
+            raise SettingError(f"max_steps={pair!r}: a range is two integers of at least 1, the smaller one first")
+        return fewest, most
+
+    def changed(self, changes: Mapping[str, Any]) -> "Preset":
+        """With some of its settings changed."""
+        from .data import settings as settings_of_data  # which needs NumPy, and `--help` does not
+
+        changes, preset = renamed(changes), self
+        of_data = settings_of_data(self.data)
+        if (model := changes.pop("model", self.model)) != self.model:
+            if model not in MODELS:
+                raise SettingError(f"model={model!r}: there is no such model{nearest(str(model), MODELS)}")
+            # What the other model does not know, such as the steps of a solver, has no meaning for it.
+            known = keywords(model) | of_data
+            kept = {k: v for k, v in self.settings.items() if k in known}
+            preset = dataclasses.replace(self, model=model, settings=kept, quoted=None)
+        of_training = {f.name for f in dataclasses.fields(Training)}
+        known = keywords(preset.model) | of_data
+        for key in changes:
+            if key not in known | of_training:
+                every = sorted({*known, *of_training, "model"})
+                meant = nearest(key, [*every, *SHORT])
+                raise SettingError(f"{self.name} has no setting {key!r}{meant}: it has {', '.join(every)}")
+        return dataclasses.replace(
+            preset,
+            settings={**preset.settings, **{k: v for k, v in changes.items() if k in known}},
+            training=dataclasses.replace(self.training, **{k: v for k, v in changes.items() if k in of_training}),
+        )
+
+    def build(self, **shapes: Any) -> nn.Module:
+        """The model; shapes: keywords of it that follow from the data."""
+        known = keywords(self.model)
+        own = {key: value for key, value in self.settings.items() if key in known}
+        if self.range_of_steps is not None:
+            own["max_steps"] = self.range_of_steps[1]
         try:
-            return MODELS[self.model](**self.settings, **more)
+            return MODELS[self.model](**{**own, **shapes})
         except (TypeError, ValueError, ImportError) as error:
             raise SettingError(f"the model {self.model} cannot be made: {error}") from error
 
 
 IMAGES = Training(epochs=100, batch=64, lr=3e-4, weight_decay=1e-4, schedule="plateau")
+PUZZLES = Training(epochs=1000, lr=2e-3, schedule="cosine", warmup=100, clip=1.0)
 BLOCKS = {"beta": 0.8, "tol": 1e-6}
 
 
-def _multi_scale(name: str, channels: Any, widths: Any, steps: Any, quoted: str) -> Preset:
-    settings = {"channels": channels, "widths": widths, "steps": steps, **BLOCKS}
+def _multi_scale(name: str, channels: Any, widths: Any, max_steps: Any, quoted: str) -> Preset:
+    settings = {"channels": channels, "widths": widths, "max_steps": max_steps, **BLOCKS}
     return Preset(name, "cifar10", "multi-scale", settings, IMAGES, quoted)
 
 
@@ -138,7 +199,7 @@ PRESETS = {
             "cifar10-single",
             "cifar10",
             "single-scale",
-            {"channels": 64, "width": 2, "steps": 4, **BLOCKS},
+            {"channels": 64, "width": 2, "max_steps": 4, **BLOCKS},
             dataclasses.replace(IMAGES, lr=1e-3),
             "170K",
         ),
@@ -149,7 +210,7 @@ PRESETS = {
             "wikitext103-94m",
             "wikitext-103",
             "language",
-            {"d": 1024, "heads": 8, "length": 512, "dropout": 0.1, "steps": 6, "beta": 0.5, "tol": 1e-3},
+            {"d": 1024, "heads": 8, "length": 512, "dropout": 0.1, "max_steps": 6, "beta": 0.5, "tol": 1e-3},
             Training(epochs=40, batch=32, lr=1e-3, weight_decay=0.1, schedule="cosine", warmup=4000, save_every=1000),
             "94M",
         ),
@@ -158,14 +219,24 @@ PRESETS = {
             "cifar10-tiny",
             "cifar10",
             "multi-scale",
-            {"channels": (8, 16, 32, 64), "widths": (1, 1, 1, 1), "steps": (1, 2, 2, 1), "beta": 0.8},
+            {"channels": (8, 16, 32, 64), "widths": (1, 1, 1, 1), "max_steps": (1, 2, 2, 1), "beta": 0.8},
             Training(epochs=30, batch=64, lr=3e-3, weight_decay=1e-4, schedule="cosine", warmup=50),
         ),
         Preset(
             "wikitext2-tiny",
             "wikitext-2",
             "language",
-            {"d": 128, "heads": 4, "length": 64, "dropout": 0.1, "wide_heads": False, "steps": 4, "beta": 0.5},
+            {
+                "d": 128,
+                "heads": 4,
+                "length": 64,
+                "vocabulary": 8192,
+                "dropout": 0.1,
+                "wide_heads": False,
+                "form": "residual",
+                "max_steps": 4,
+                "beta": 0.5,
+            },
             Training(
                 epochs=2,
                 batch=32,
@@ -174,9 +245,23 @@ PRESETS = {
                 schedule="cosine",
                 warmup=100,
                 clip=1.0,
-                vocabulary=8192,
                 evaluate_every=500,
             ),
+        ),
+        # Trained on small puzzles, with many numbers of steps, to solve larger ones with more steps.
+        Preset(
+            "prefix-tiny",
+            "prefix-sums",
+            "puzzle",
+            {"bits": 16, "channels": 48, "max_steps": (5, 20), "beta": 0.8, "state": "exact"},
+            dataclasses.replace(PUZZLES, lr=4e-3, updates=500, batch=32, evaluate_every=100),
+        ),
+        Preset(
+            "maze-tiny",
+            "mazes",
+            "puzzle",
+            {"cells": 4, "channels": 32, "max_steps": (6, 30), "beta": 0.8, "state": "exact"},
+            dataclasses.replace(PUZZLES, updates=2500, batch=16, evaluate_every=500),
         ),
     )
 }
@@ -186,33 +271,17 @@ def configured(name: str, changes: Mapping[str, Any] | None = None) -> Preset:
     """The preset `name` with some of its settings changed."""
     if name not in PRESETS:
         raise SettingError(f"there is no preset {name!r}{nearest(name, PRESETS)}: there are {', '.join(PRESETS)}")
-    changes = dict(changes or {})
-    preset = PRESETS[name]
-    if (model := changes.pop("model", preset.model)) != preset.model:
-        if model not in MODELS:
-            raise SettingError(f"model={model!r}: there is no such model{nearest(str(model), MODELS)}")
-        # What the other model does not know, such as the steps of a solver, has no meaning for it.
-        known = keywords(model)
-        kept = {k: v for k, v in preset.settings.items() if k in known}
-        preset = dataclasses.replace(preset, model=model, settings=kept, quoted=None)
-    training = {f.name for f in dataclasses.fields(Training)}
-    # The size of a language model's vocabulary follows from the setting of the same name.
-    known = keywords(preset.model) - training
-    for key in changes:
-        if key not in known | training:
-            every = {*known, *training, "model"}
-            raise SettingError(f"{name} has no setting {key!r}{nearest(key, every)}: it has {', '.join(sorted(every))}")
-    return dataclasses.replace(
-        preset,
-        settings={**preset.settings, **{k: v for k, v in changes.items() if k in known}},
-        training=dataclasses.replace(preset.training, **{k: v for k, v in changes.items() if k in training}),
-    )
+    return PRESETS[name].changed(changes or {})
+
+
+def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {SHORT.get(key, key): value for key, value in settings.items()}
 
 
 def keywords(model: str) -> set[str]:
     """Of the model's constructor, those that can be written down."""
-    parameters = inspect.signature(MODELS[model]).parameters
-    return {name for name in parameters if name not in ("block", "classes")}
+    parameters = {*inspect.signature(MODELS[model]).parameters}
+    return (parameters | (OPTIONS if "options" in parameters else set())) - {"block", "classes", "options"}
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

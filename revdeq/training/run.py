@@ -26,8 +26,9 @@ from .._solver.layer import RevDEQ
 from ..models import count_parameters
 from . import checkpoint, data, record
 from .checkpoint import CheckpointError
-from .data import Cifar10, Vocabulary, WikiText
-from .presets import Preset, SettingError
+from .data import DataSet
+from .data.dataset import Batch
+from .presets import Preset, SettingError, Training
 from .processes import Processes
 
 PLATEAU_WINDOW = 200
@@ -47,18 +48,23 @@ class Stopped(Exception):
         self.number = number
 
 
-class Measured(NamedTuple):
-    """Of a model on a split. metric is the accuracy, or the perplexity."""
+class Score(NamedTuple):
+    """Of a model on a split. metric is the accuracy, or the perplexity, …; evaluations are those of f, per example."""
 
     loss: float
     metric: float
-    examples: int
+    targets: int
     evaluations: float | None
     residual: float | None
 
 
 def train(
-    preset: Preset, folder: Path, out: Path, resume: bool = False, device: str | None = None, quiet: bool = False
+    preset: Preset,
+    folder: Path | None,
+    out: Path,
+    resume: bool = False,
+    device: str | None = None,
+    quiet: bool = False,
 ) -> list[dict[str, Any]]:
     """Train in the folder `out` with the data in `folder`; the rows of its metrics.csv."""
     processes = Processes(device)
@@ -66,8 +72,8 @@ def train(
         last = out / "last.pt"
         saved = _saved(last, preset, resume)
         with processes.first_alone():
-            found = load_data(preset, folder)
-        run = Run(preset, found.to(processes.device), processes, folder, out, quiet or not processes.first)
+            dataset = data.load(preset.data, folder, preset.settings)
+        run = Run(preset, dataset.to(processes.device), processes, folder, out, quiet or not processes.first)
         if processes.first:
             record.make_folder(out)
         if saved is not None:
@@ -75,14 +81,29 @@ def train(
         return run.go(resume)
 
 
-def load_data(preset: Preset, folder: Path, vocabulary: Vocabulary | None = None) -> Cifar10 | WikiText:
-    length = preset.settings.get("length", 512)
-    return data.load(preset.data, folder, length, vocabulary or preset.training.vocabulary)
+class Trained(NamedTuple):
+    """What a checkpoint makes: a model, and the data that it was trained on."""
+
+    preset: Preset
+    dataset: DataSet
+    model: nn.Module
+    update: int
+    saved: Mapping[str, Any]
 
 
-def build(preset: Preset, found: Cifar10 | WikiText) -> nn.Module:
-    sizes = {"vocabulary": found.vocabulary.size} if isinstance(found, WikiText) else {}
-    return preset.build(**sizes)
+def restored(
+    path: Path, folder: Path | None, changes: Mapping[str, Any] | None = None, device: str | torch.device = "cpu"
+) -> Trained:
+    """The model in a checkpoint.
+
+    folder: with the data. changes: settings to differ from those of the training, max_steps for example.
+    """
+    saved = checkpoint.load(path)
+    preset = Preset.from_dict(saved["preset"]).changed(changes or {})
+    dataset = data.load(preset.data, folder, preset.settings, saved.get("data", saved.get("vocabulary")))
+    model = preset.build(**dataset.shapes)
+    checkpoint.load_weights(model, path, saved)
+    return Trained(preset, dataset.to(torch.device(device)), model.to(device), saved["update"], saved)
 
 
 def _saved(last: Path, preset: Preset, resume: bool) -> dict[str, Any] | None:
@@ -107,30 +128,30 @@ class Run:
     """A training in progress: all that a checkpoint holds, and how to make an update."""
 
     def __init__(
-        self, preset: Preset, found: Cifar10 | WikiText, processes: Processes, folder: Path, out: Path, quiet: bool
+        self, preset: Preset, dataset: DataSet, processes: Processes, folder: Path | None, out: Path, quiet: bool
     ) -> None:
-        self.preset, self.how, self.data, self.processes = preset, preset.training, found, processes
-        self.folder, self.out, self.quiet = folder.resolve(), out, quiet
-        how = self.how
-        if how.batch % processes.size:
-            raise SettingError(f"batch={how.batch}: it must be a multiple of the {processes.size} processes")
-        if how.batch > found.size:
-            raise SettingError(f"batch={how.batch}: it must not be larger than the training data, {found.size}")
-        self.batches = found.size // how.batch
-        self.total = min(how.epochs * self.batches, how.updates or sys.maxsize)
+        self.preset, self.training, self.dataset, self.processes = preset, preset.training, dataset, processes
+        self.folder, self.out, self.quiet = None if folder is None else str(folder.resolve()), out, quiet
+        training = self.training
+        if training.batch % processes.size:
+            raise SettingError(f"batch={training.batch}: it must be a multiple of the {processes.size} processes")
+        if training.batch > dataset.size:
+            raise SettingError(f"batch={training.batch}: it must not be larger than the training data, {dataset.size}")
+        self.batches = dataset.size // training.batch
+        self.total = min(training.epochs * self.batches, training.updates or sys.maxsize)
 
-        torch.manual_seed(how.seed)
-        model = build(preset, found)
+        torch.manual_seed(training.seed)
+        model = preset.build(**dataset.shapes)
         if processes.size > 1 and processes.device.type == "cuda":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self.model = model.to(processes.device)
         self.parameters = count_parameters(self.model)
-        if how.compile:
+        if training.compile:
             _compile_f(self.model)
         self.parallel = processes.wrapped(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
-        self.schedule = _schedule(self.optimizer, how.schedule, how.warmup, self.total)
-        self.scaler = torch.amp.GradScaler(processes.device.type, enabled=how.autocast == "float16")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.lr, weight_decay=training.weight_decay)
+        self.schedule = _schedule(self.optimizer, training.schedule, training.warmup, self.total)
+        self.scaler = torch.amp.GradScaler(processes.device.type, enabled=training.autocast == "float16")
 
         self.update, self.seconds = 0, 0.0
         self.losses: list[Tensor] = []  # since the last row
@@ -139,18 +160,20 @@ class Run:
         self.best: float | None = None
         self.order: tuple[int, Tensor] | None = None
         self.signal = 0
-        seeds = [_seed(how.seed, "draws", processes.rank, n) for n in range(3)]  # dropout differs between processes
+        # Dropout differs between processes.
+        seeds = [_seed(training.seed, "draws", processes.rank, n) for n in range(3)]
         torch.manual_seed(seeds[0])
         random.seed(seeds[1])
         np.random.seed(seeds[2] % 2**32)
 
     def go(self, resume: bool) -> list[dict[str, Any]]:
-        config = {**self.preset.to_dict(), "parameters": self.parameters, "folder": str(self.folder)}
-        progress = record.Progress(self.total, self.update, self.data.unit, self.data.metric, self.quiet)
+        dataset = self.dataset
+        config = {**self.preset.to_dict(), "parameters": self.parameters, "folder": self.folder}
+        progress = record.Progress(self.total, self.update, dataset.unit, dataset.metric.name, self.quiet)
         if self.processes.first:
             record.write_config(self.out, config)
             record.write_metrics(self.out, self.rows)
-            progress.say(self.data.describe())
+            progress.say(dataset.describe())
             quoted = f" ({self.preset.quoted} quoted)" if self.preset.quoted else ""
             progress.say(
                 f"{self.preset.name}: {self.parameters:,} parameters{quoted}, {self.total:,} updates, in {self.out}"
@@ -171,14 +194,14 @@ class Run:
                     progress.advance()
                     due = self._due()
                     if due:
-                        row = self._row(evaluate=due == "evaluate")
+                        row = self._row(scored=due == "evaluate")
                         now = time.perf_counter()
                         self.seconds = row["seconds"] = now - start
                         row["per_second"] = (self.update - done) * self._examples() / (now - since)
                         since, done = now, self.update
                         self._keep(row, progress)
                     stop = self.processes.largest(self.signal)
-                    if stop or due == "evaluate" or self.update % self.how.save_every == 0:
+                    if stop or due == "evaluate" or self.update % self.training.save_every == 0:
                         self.seconds = time.perf_counter() - start
                         self._save()
                     if stop:
@@ -187,41 +210,52 @@ class Run:
         finally:
             progress.close()
         if self.processes.first and self.rows:
-            record.plot(self.out, self.rows, self.data.metric)
+            record.plot(self.out, self.rows, dataset.metric.name)
         return self.rows
 
     def _step(self) -> Tensor:
         """One update of the parameters; its loss, of this process."""
-        inputs, targets = (self.processes.share(part) for part in self._batch())
+        inputs, targets = (self.processes.share(part) for part in self._batch()[:2])
+        self._take_steps()
         self.parallel.train()
         device = self.processes.device.type
-        with torch.autocast(device, **_autocast(self.how.autocast)):
+        with torch.autocast(device, **_autocast(self.training.autocast)):
             logits = self.parallel(inputs)
         loss = cross_entropy(logits, targets)
         self.optimizer.zero_grad()
         self.scaler.scale(loss).backward()
-        if self.how.clip is not None:
+        if self.training.clip is not None:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.how.clip)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.training.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.schedule is not None and not isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau):
             self.schedule.step()
         return loss.detach()
 
-    def _batch(self) -> tuple[Tensor, Tensor]:
+    def _take_steps(self, most: bool = False) -> None:
+        """Where max_steps is a range, those of this update, or the most; the same on all processes."""
+        if self.preset.range_of_steps is None:
+            return
+        low, high = self.preset.range_of_steps
+        drawn = torch.randint(low, high + 1, (), generator=_generator(self.training.seed, "steps", self.update))
+        for layer in self.model.modules():
+            if isinstance(layer, RevDEQ):
+                layer.max_steps = high if most else int(drawn)
+
+    def _batch(self) -> Batch:
         epoch, i = divmod(self.update, self.batches)
         if self.order is None or self.order[0] != epoch:
-            self.order = epoch, self.data.order(_generator(self.how.seed, "order", epoch))
-        indices = self.order[1][i * self.how.batch : (i + 1) * self.how.batch]
-        return self.data.batch(indices, _generator(self.how.seed, "augmentation", self.update))
+            self.order = epoch, self.dataset.order(_generator(self.training.seed, "order", epoch))
+        indices = self.order[1][i * self.training.batch : (i + 1) * self.training.batch]
+        return self.dataset.batch(indices, _generator(self.training.seed, "augmentation", self.update))
 
     def _due(self) -> str:
-        if self.update == self.total or self.update % (self.how.evaluate_every or self.batches) == 0:
+        if self.update == self.total or self.update % (self.training.evaluate_every or self.batches) == 0:
             return "evaluate"
-        return "log" if self.update % self.how.log_every == 0 else ""
+        return "log" if self.update % self.training.log_every == 0 else ""
 
-    def _row(self, evaluate: bool) -> dict[str, Any]:
+    def _row(self, scored: bool) -> dict[str, Any]:
         losses = self._losses()
         row: dict[str, Any] = dict.fromkeys(record.COLUMNS, "")
         row.update(update=self.update, epoch=self.update / self.batches, lr=self.optimizer.param_groups[0]["lr"])
@@ -236,10 +270,11 @@ class Run:
             while len(self.window) >= PLATEAU_WINDOW:
                 self.schedule.step(math.fsum(self.window[:PLATEAU_WINDOW]) / PLATEAU_WINDOW)
                 del self.window[:PLATEAU_WINDOW]
-        if evaluate:
+        if scored:
             self.processes.same_buffers(self.model)
-            found = measure(self.model, self.data, self.data.evaluated_on, self.how, self.processes)
-            row.update(evaluation_loss=found.loss, metric=found.metric)
+            self._take_steps(most=True)
+            score = evaluate(self.model, self.dataset, self.dataset.validation, self.training, self.processes)
+            row.update(evaluation_loss=score.loss, metric=score.metric)
         return row
 
     def _losses(self) -> list[float]:
@@ -254,8 +289,8 @@ class Run:
     def _diverged(self, update: int, what: str) -> Diverged:
         last = self.out / "last.pt"
         return Diverged(
-            f"update {update:,}: {what}. The training diverged: try a smaller lr (it was {self.how.lr}), clip=1.0, a "
-            f"longer warmup, a smaller beta or fewer steps.{f' {last} is from before.' if last.exists() else ''}"
+            f"update {update:,}: {what}. The training diverged: try a smaller lr (it was {self.training.lr}), clip=1.0,"
+            f" a longer warmup, a smaller beta or fewer steps.{f' {last} is from before.' if last.exists() else ''}"
         )
 
     def _keep(self, row: dict[str, Any], progress: record.Progress) -> None:
@@ -266,7 +301,7 @@ class Run:
         progress.show(row)
         if row["metric"] == "":
             return
-        better = self.best is None or (row["metric"] > self.best) == self.data.higher_is_better
+        better = self.best is None or (row["metric"] > self.best) == self.dataset.metric.higher_is_better
         if better and row["metric"] != self.best:
             self.best = row["metric"]
             checkpoint.save(self.out / "best.pt", self._weights())
@@ -277,19 +312,15 @@ class Run:
 
     def _examples(self) -> int:
         """Of the unit that is reported, per update."""
-        return self.how.batch * (self.data.length if isinstance(self.data, WikiText) else 1)
+        return self.training.batch * self.dataset.units
 
     def _weights(self) -> dict[str, Any]:
-        vocabulary = None
-        if isinstance(self.data, WikiText) and not self.data.vocabulary.complete:
-            kept, surcharge = self.data.vocabulary.kept, self.data.vocabulary.surcharge
-            vocabulary = {"kept": torch.from_numpy(kept.copy()), "surcharge": torch.from_numpy(surcharge)}
         return {
             "preset": self.preset.to_dict(),
             "update": self.update,
             "metric": self.rows[-1]["metric"] if self.rows else "",
-            "folder": str(self.folder),
-            "vocabulary": vocabulary,
+            "folder": self.folder,
+            "data": self.dataset.saved(),
             "model": self.model.state_dict(),
         }
 
@@ -330,28 +361,29 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> T
 
 
 @torch.no_grad()
-def measure(
-    model: nn.Module, found: Cifar10 | WikiText, split: str, how: Any, processes: Processes | None = None
-) -> Measured:
+def evaluate(
+    model: nn.Module, dataset: DataSet, split: str, training: Training, processes: Processes | None = None
+) -> Score:
     """The loss and the metric on a split, each process a share of the batches."""
     processes = processes or Processes()
     model.eval()
-    sums = torch.zeros(5, dtype=torch.float64)
-    batches = found.evaluation(split, how.batch)
-    for inputs, targets in itertools.islice(batches, processes.rank, how.evaluation_batches, processes.size):
-        with torch.autocast(processes.device.type, **_autocast(how.autocast)):
-            logits = model(inputs)
-        count = targets.numel()
-        correct = (logits.argmax(-1) == targets).sum()
+    sums = torch.zeros(6, dtype=torch.float64)
+    batches = dataset.evaluation(split, training.batch)
+    for batch in itertools.islice(batches, processes.rank, training.evaluation_batches, processes.size):
+        with torch.autocast(processes.device.type, **_autocast(training.autocast)):
+            logits = model(batch.inputs)
+        loss = cross_entropy(logits, batch.targets, "sum").item() + batch.surcharge
+        count, examples = batch.targets.numel(), len(batch.targets)
+        right = (logits.argmax(-1) == batch.targets).reshape(examples, -1).all(1).sum().item()
         last: Any = model.last
         nfe, residual = (last.nfe, float(last.residual)) if last is not None else (math.nan, math.nan)
-        loss = cross_entropy(logits, targets, "sum")
-        sums += torch.tensor([loss.item(), correct.item(), count, nfe * count, residual * count], dtype=torch.float64)
-    loss, correct, count, nfe, residual = processes.total(sums).tolist()
-    mean = loss / count + found.surcharge(split)
-    metric = correct / count if found.metric == "accuracy" else math.exp(min(mean, 700.0))
+        sums += torch.tensor([loss, right, count, examples, nfe * count, residual * count], dtype=torch.float64)
+    loss, right, count, examples, nfe, residual = processes.total(sums).tolist()
+    metric = dataset.metric.of(loss / count, right / examples)
     explicit = math.isnan(nfe)
-    return Measured(mean, metric, int(count), None if explicit else nfe / count, None if explicit else residual / count)
+    return Score(
+        loss / count, metric, int(count), None if explicit else nfe / count, None if explicit else residual / count
+    )
 
 
 def peak_memory(device: torch.device) -> int:

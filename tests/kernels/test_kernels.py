@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from revdeq.kernels import Coefficients, cpu, half_step as base, reference
+from revdeq.kernels import Coefficients, cpu, reference
+from revdeq.kernels import half_step as base
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CHUNK = base.ROWS * base.LANES

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import revdeq
-from revdeq._solver.function import Evaluation
+from revdeq._solver.function import Function
+from revdeq._solver.replay import Replay
 from revdeq.baselines import stored_graph
 from revdeq.kernels import Radix, cpu, cpu_exact
 from revdeq.kernels import reference_exact as exact
@@ -241,13 +242,13 @@ def test_the_gradient_equals_that_with_stored_inputs_bit_for_bit(monkeypatch, be
     x.requires_grad_()
     weight = torch.randn_like(x)
     stored = []
-    value, vjp = Evaluation.value, Evaluation.vjp
+    value, vjp = Function.value, Replay.vjp
     _, ours = gradients(f, x, weight, beta=beta, max_steps=max_steps, state="exact", check="raise")
     with monkeypatch.context() as patch:
-        first = Evaluation.first
-        patch.setattr(Evaluation, "first", lambda self, s: stored.append(s[0].clone()) or first(self, s))
-        patch.setattr(Evaluation, "value", lambda self, s: stored.append(s[0].clone()) or value(self, s))
-        patch.setattr(Evaluation, "vjp", lambda self, s, *rest: vjp(self, [stored.pop()], *rest))
+        first = Function.first
+        patch.setattr(Function, "first", lambda self, s: stored.append(s[0].clone()) or first(self, s))
+        patch.setattr(Function, "value", lambda self, s: stored.append(s[0].clone()) or value(self, s))
+        patch.setattr(Replay, "vjp", lambda self, s, *rest: vjp(self, [stored.pop()], *rest))
         _, expected = gradients(f, x, weight, beta=beta, max_steps=max_steps, state="exact")
     assert not stored
     assert all(map(torch.equal, ours, expected))
@@ -348,8 +349,7 @@ def test_values_out_of_range_are_errors_with_the_step_and_the_remedy():
 
 @pytest.mark.cpu
 def test_where_looking_would_wait_an_error_comes_with_a_later_solve(monkeypatch):
-    monkeypatch.setattr("revdeq._solver.adjoint.can_look", lambda x: False)
-    monkeypatch.setattr("revdeq._solver.monitor.can_look", lambda x: False)
+    monkeypatch.setattr("revdeq._device.can_look", lambda x: False)
     revdeq.solve(lambda z: z / 0, torch.zeros(3), state="exact")
     with pytest.raises(FloatingPointError, match="left in step 1"):
         revdeq.solve(torch.cos, torch.zeros(3))

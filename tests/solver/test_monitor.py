@@ -23,7 +23,7 @@ def block():
 
 
 def run(f, **settings):
-    revdeq.solve(f, torch.randn(5, 8), **settings).z.sum().backward()
+    revdeq.solve(f, torch.randn(5, 8), state="float64", **settings).z.sum().backward()
 
 
 def test_within_its_range_float64_is_silent():
@@ -36,8 +36,8 @@ def test_beyond_its_range_it_warns_once_for_each_place_that_calls():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for beta in (0.9, 0.89, 0.88):  # with another text each time
-            revdeq.solve(f, torch.randn(5, 8), beta=beta, max_steps=20).z.sum().backward()
-        layer = revdeq.RevDEQ(lambda z, x: f(z) + x, beta=0.9, max_steps=20)
+            revdeq.solve(f, torch.randn(5, 8), beta=beta, max_steps=20, state="float64").z.sum().backward()
+        layer = revdeq.RevDEQ(lambda z, x: f(z) + x, beta=0.9, max_steps=20, state="float64")
         layer(torch.randn(5, 8)).sum().backward()
     assert [w.category for w in caught] == [revdeq.ReconstructionWarning] * 2
     assert all(w.filename == __file__ for w in caught)
@@ -76,7 +76,7 @@ def test_a_silent_gradient_is_a_right_one(beta):
     f, x = ConvBlock(16), torch.randn(2, 16, 8, 8)
     weight, silent = torch.randn_like(x), []
     for max_steps in (1, 2, 4, 8, 16, 32):
-        z = revdeq.solve(f, torch.zeros_like(x), x, beta=beta, max_steps=max_steps, check="raise").z
+        z = revdeq.solve(f, torch.zeros_like(x), x, beta=beta, max_steps=max_steps, state="float64", check="raise").z
         try:
             ours = torch.autograd.grad(z, list(f.parameters()), weight)
         except revdeq.ReconstructionError:
@@ -90,7 +90,7 @@ def test_a_silent_gradient_is_a_right_one(beta):
 
 
 def test_the_verdict_of_a_device_comes_with_a_later_solve(monkeypatch):
-    monkeypatch.setattr(monitor, "can_look", lambda x: False)
+    monkeypatch.setattr("revdeq._device.can_look", lambda x: False)
     run(block(), beta=0.9, max_steps=20, check="raise")
     with pytest.raises(revdeq.ReconstructionError):
         revdeq.solve(torch.cos, torch.zeros(1))

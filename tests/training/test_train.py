@@ -33,7 +33,7 @@ IMAGES = {
     "model": "single-scale",
     "channels": 4,
     "width": 1,
-    "steps": 1,
+    "max_steps": 1,
     "batch": 20,
     "epochs": 2,
     "log_every": 3,
@@ -44,7 +44,7 @@ TEXT = {
     "d": 8,
     "heads": 2,
     "length": 16,
-    "steps": 2,
+    "max_steps": 2,
     "vocabulary": 20,
     "batch": 8,
     "updates": 14,
@@ -125,7 +125,7 @@ def test_a_run_learns_and_leaves_its_record(name, folder, tmp_path, capsys):
     table = list(csv.DictReader((tmp_path / "run/metrics.csv").read_text().splitlines()))
     assert [float(row["loss"]) for row in table] == [row["loss"] for row in rows]
     evaluated = [row["metric"] for row in rows if row["metric"] != ""]
-    assert rows[-1]["evaluations"] == 2 * small(name).settings["steps"] and rows[-1]["residual"] > 0
+    assert rows[-1]["evaluations"] == 2 * small(name).settings["max_steps"] and rows[-1]["residual"] > 0
     best = checkpoint.load(tmp_path / "run/best.pt")
     assert best["metric"] == (max if name == "cifar10-tiny" else min)(evaluated)
     lines = capsys.readouterr().out
@@ -147,9 +147,9 @@ def crash_in_update(monkeypatch, at):
 def crash_in_evaluation(monkeypatch, at):
     row = train.Run._row
 
-    def evaluating(run, evaluate):
-        found = row(run, evaluate)
-        return _raise() if evaluate and run.update >= at else found
+    def evaluating(run, scored):
+        made = row(run, scored)
+        return _raise() if scored and run.update >= at else made
 
     monkeypatch.setattr(train.Run, "_row", evaluating)
 
@@ -306,13 +306,13 @@ def test_two_processes_train_as_one_does(name, folder, tmp_path):
 
 
 def test_evaluate_finds_what_the_training_found(folder, tmp_path, monkeypatch, capsys):
-    for name, split in (("cifar10-tiny", "test"), ("wikitext2-tiny", "valid")):
+    for name, metric in (("cifar10-tiny", "accuracy"), ("wikitext2-tiny", "perplexity")):
         rows = train.train(small(name), folder, tmp_path / name, quiet=True)
         capsys.readouterr()
         last = tmp_path / name / "last.pt"
-        assert command(monkeypatch, "evaluate", last, "--data", folder, "--split", split) == 0
+        assert command(monkeypatch, "evaluate", last, "--data", folder, "--split", "valid") == 0
         said = capsys.readouterr().out
-        assert f"{split}: {'accuracy' if split == 'test' else 'perplexity'} {rows[-1]['metric']:.4f}" in said
+        assert f"valid: {metric} {rows[-1]['metric']:.4f}" in said
         assert "evaluations of f, residual" in said
 
 
@@ -327,13 +327,109 @@ def test_perplexity_of_a_restricted_vocabulary_is_that_of_all_tokens(folder):
         def forward(self, tokens):
             return logits.expand(*tokens.shape, -1)
 
-    found = train.measure(Constant(), data, "valid", Training(batch=4))
+    found = train.evaluate(Constant(), data, "valid", Training(batch=4))
     p = logits.double().softmax(0).numpy()[v.ids] * np.exp(-v.surcharge)
     assert len(p) == v.encoded == 263 and p.sum() == pytest.approx(1)
     expected = -np.log(p[data.tokens["valid"][1:]]).mean()
     assert found.loss == pytest.approx(expected, rel=1e-6)  # of float32 logits
     assert found.metric == pytest.approx(math.exp(expected), rel=1e-5)
-    assert found.examples == len(data.tokens["valid"]) - 1 and found.evaluations is None
+    assert found.targets == len(data.tokens["valid"]) - 1 and found.evaluations is None
+
+
+def test_a_part_of_a_split_counts_the_tokens_of_that_part(folder):
+    """The loss of tokens outside the vocabulary is that of the tokens evaluated, not the mean over the split."""
+    data = WikiText("wikitext-2", folder, 16, vocabulary=3)
+    v = data.vocabulary
+
+    class Certain(torch.nn.Module):
+        """Of the id that follows, so that the loss is the surcharge alone."""
+
+        last = None
+
+        def forward(self, tokens):
+            (targets,) = (b.targets for b in batches if torch.equal(b.inputs, tokens))
+            return 1000.0 * torch.nn.functional.one_hot(targets, v.size)
+
+    batches = list(data.evaluation("valid", 4))
+    for count in (1, 2, None):
+        score = train.evaluate(Certain(), data, "valid", Training(batch=4, evaluation_batches=count))
+        tokens = data.tokens["valid"][1 : 1 + 64 * count] if count else data.tokens["valid"][1:]
+        assert score.targets == len(tokens) and score.loss == pytest.approx(v.surcharge[tokens].mean(), rel=1e-6)
+
+
+def test_evaluate_takes_the_whole_split_unless_it_is_told(folder, tmp_path, monkeypatch, capsys):
+    preset = small("wikitext2-tiny", evaluation_batches=1)
+    train.train(preset, folder, tmp_path / "run", quiet=True)
+    data = WikiText("wikitext-2", folder, 16, vocabulary=20)
+    capsys.readouterr()
+
+    def said(*more):
+        assert command(monkeypatch, "evaluate", tmp_path / "run/best.pt", "--data", folder, *more) == 0
+        return capsys.readouterr().out
+
+    assert f"({len(data.tokens['test']) - 1:,} tokens), 4 evaluations of f" in said()
+    assert "(128 tokens), 4 evaluations of f" in said("--batches", 1)
+    assert "(128 tokens), 10 evaluations of f" in said("--batches", 1, "--set", "steps=5")
+    for wrong, message in ((("--batches", 0), "--batches 0: it must be 1 or larger"), (("--set", "lr"), "key=value")):
+        assert command(monkeypatch, "evaluate", tmp_path / "run/best.pt", "--data", folder, *wrong) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_version_0_1_0_is_read(folder, tmp_path):
+    """`steps` was the name of max_steps, the vocabulary a setting of the training, and no image was held out."""
+    for name in SETTINGS:
+        train.train(small(name, updates=4), folder, tmp_path / name, quiet=True)
+        path = tmp_path / name / "best.pt"
+        saved = checkpoint.load(path)
+        expected = train.restored(path, folder)
+        preset = saved["preset"]
+        preset["settings"]["steps"] = preset["settings"].pop("max_steps")
+        preset["training"]["vocabulary"] = preset["settings"].pop("vocabulary", "full")
+        saved["vocabulary"] = saved.pop("data")
+        checkpoint.save(path, saved)
+        trained = train.restored(path, folder)
+        assert equal(trained.model.state_dict(), expected.model.state_dict())
+        assert trained.preset.settings["max_steps"] == SETTINGS[name]["max_steps"]
+        if name == "cifar10-tiny":
+            assert trained.dataset.splits == ("test",)
+        else:
+            assert equal(trained.dataset.saved(), expected.dataset.saved())
+
+
+def test_steps_is_short_for_max_steps():
+    assert small(steps=3) == small(max_steps=3)
+    assert configured("cifar10-tiny", {"steps": (1, 2, 3, 4)}).build().last is None
+    assert [layer.max_steps for layer in configured("cifar10-tiny", {"steps": (2, 5)}).build().equilibria] == [5] * 4
+
+
+def test_a_number_of_steps_is_drawn_for_every_update(folder, tmp_path, monkeypatch):
+    preset = small("wikitext2-tiny", max_steps=(2, 9), dropout=0.0)
+    taken = []
+    step = train.Run._step
+
+    def stepping(run):
+        loss = step(run)
+        taken.append(run.model.last.steps)
+        return loss
+
+    monkeypatch.setattr(train.Run, "_step", stepping)
+    rows = train.train(preset, folder, tmp_path / "whole", quiet=True)
+    whole = list(taken)
+    assert len(whole) == 14 and {*whole} <= {*range(2, 10)} and len({*whole}) > 3
+    model = train.restored(tmp_path / "whole/last.pt", folder).model
+    assert model.equilibrium.max_steps == 9  # of an evaluation
+    assert (
+        train.evaluate(model, WikiText("wikitext-2", folder, 16, 20), "valid", preset.training).loss
+        == (rows[-1]["evaluation_loss"])
+    )
+    taken.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        stop_by_signal(patch, 7)
+        with pytest.raises(train.Stopped):
+            train.train(preset, folder, tmp_path / "run", quiet=True)
+    train.train(preset, folder, tmp_path / "run", resume=True, quiet=True)
+    assert taken == whole
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
 def test_generate(folder, tmp_path, monkeypatch, capsys):
@@ -363,7 +459,7 @@ def test_generate(folder, tmp_path, monkeypatch, capsys):
         {"autocast": "float16", "clip": 1.0},
         {"clip": 1e-3, "schedule": "constant"},
         {"model": "resnet", "channels": (4, 8), "depth": 1},
-        {"model": "multi-scale", "channels": (4, 8), "widths": (1, 1), "steps": (1, 1)},
+        {"model": "multi-scale", "channels": (4, 8), "widths": (1, 1), "max_steps": (1, 1)},
         {"solver": "stored"},
         {"state": "exact"},
     ],
@@ -372,7 +468,7 @@ def test_generate(folder, tmp_path, monkeypatch, capsys):
 def test_options_of_a_run(changes, folder, tmp_path):
     settings = {**IMAGES, "updates": 12, **changes}
     if "model" in changes:
-        settings = {k: v for k, v in settings.items() if k in changes or k not in ("channels", "width", "steps")}
+        settings = {k: v for k, v in settings.items() if k in changes or k not in ("channels", "width", "max_steps")}
     rows = train.train(configured("cifar10-tiny", settings), folder, tmp_path / "run", quiet=True)
     assert rows[-1]["update"] == 12 and math.isfinite(rows[-1]["loss"])
     assert (rows[-1]["evaluations"] == "") == (changes.get("model") == "resnet")
@@ -382,7 +478,7 @@ def test_the_solvers_train_alike(folder, tmp_path):
     """The gradient is that of the stored graph up to float32's rounding, and so is what it leads to."""
     curves = []
     for i, changes in enumerate(({}, {"solver": "stored"}, {"state": "exact"})):
-        rows = train.train(small(**changes, steps=2), folder, tmp_path / str(i), quiet=True)
+        rows = train.train(small(**changes, max_steps=2), folder, tmp_path / str(i), quiet=True)
         curves.append([row["loss"] for row in rows])
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
     assert curves[2] == pytest.approx(curves[0], rel=1e-5)
@@ -445,21 +541,12 @@ def test_batches_depend_on_the_seed_and_the_update_only(folder):
     forwards, backwards = list(batches(0, range(25))), list(batches(0, reversed(range(25))))[::-1]
     assert equal(forwards, backwards)
     assert not equal(forwards[0], next(batches(1, [0])))
-    labels = torch.cat([labels for _, labels in forwards[:10]])
+    labels = torch.cat([batch.targets for batch in forwards[:9]])
     assert torch.equal(labels.sort().values, data.labels.sort().values)  # an epoch is every image once
-    assert not torch.equal(labels, torch.cat([labels for _, labels in forwards[10:20]]))
+    assert not torch.equal(labels, torch.cat([batch.targets for batch in forwards[9:18]]))
 
 
 def test_presets_state_what_the_paper_does():
-    assert {*PRESETS} == {
-        "cifar10-single",
-        "cifar10-170k",
-        "cifar10-5m",
-        "cifar10-10m",
-        "wikitext103-94m",
-        "cifar10-tiny",
-        "wikitext2-tiny",
-    }
     for preset in PRESETS.values():
         assert presets.Preset.from_dict(json.loads(json.dumps(preset.to_dict()))).flat() == preset.flat()
         with torch.device("meta"):
@@ -493,7 +580,7 @@ def test_values_on_the_command_line(text, value):
         (["cifar10-tiny", "--set", "seed=-1"], "seed=-1: it must be 0 or larger"),
         (["cifar10-tiny", "--set", "beta=1"], "the model multi-scale cannot be made: beta = 1"),
         (["cifar10-tiny", "--set", "model=resnt"], "model='resnt': there is no such model (did you mean resnet?)"),
-        (["cifar10-tiny", "--set", "batch=1000"], "batch=1000: it must not be larger than the training data, 200"),
+        (["cifar10-tiny", "--set", "batch=1000"], "batch=1000: it must not be larger than the training data, 180"),
         (["wikitext2-tiny", "--set", "vocabulary=sene"], "vocabulary='sene'"),
         (["wikitext103-94m"], "no wikitext-103 in "),
     ],
@@ -546,7 +633,7 @@ def test_a_checkpoint_that_cannot_be_used_is_named(folder, tmp_path, monkeypatch
 
     assert "there is no checkpoint" in said(tmp_path / "none.pt")
     assert "only a language model generates text" in said(last, action="generate")
-    assert "--split valid: it must be test" in said(last, "--split", "valid")
+    assert "--split train: it must be valid or test" in said(last, "--split", "train")
     other = tmp_path / "other.pt"
     other.write_bytes(last.read_bytes()[:-3000])
     assert "cannot be read as a checkpoint" in said(other)
@@ -603,13 +690,13 @@ def test_a_diverging_loss_stops_the_training(model, folder, tmp_path, monkeypatc
     batch = train.Run._batch
 
     def poisoned(run):
-        inputs, targets = batch(run)
-        return (inputs * math.inf if run.update == 7 else inputs), targets
+        made = batch(run)
+        return made._replace(inputs=made.inputs * math.inf) if run.update == 7 else made
 
     monkeypatch.setattr(train.Run, "_batch", poisoned)
     out, settings = tmp_path / "run", {**IMAGES, **model}
     if model:
-        del settings["width"], settings["steps"]
+        del settings["width"], settings["max_steps"]
     assert command(monkeypatch, "train", "cifar10-tiny", "--data", folder, "--out", out, *assignments(settings)) == 1
     said = capsys.readouterr().err
     assert "update 8: the " in said and "diverged: try a smaller lr (it was 0.003)" in said and "from before" in said

@@ -1,15 +1,83 @@
-"""The data sets of the paper's experiments, read from their official files."""
+"""The data sets by name: those of the paper's experiments, read from their official files, and puzzles."""
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from . import download
+import torch
+
+from . import cifar10, download, wikitext
 from .cifar10 import Cifar10
+from .dataset import Batch, DataSet
+from .download import Source
 from .files import DataError
-from .wikitext import Vocabulary, WikiText
+from .puzzles import Mazes, PrefixSums
+from .wikitext import WikiText
 
-__all__ = ["Cifar10", "DataError", "Vocabulary", "WikiText", "download", "load"]
+__all__ = [
+    "DATASETS",
+    "Cifar10",
+    "DataError",
+    "DataSet",
+    "Mazes",
+    "PrefixSums",
+    "WikiText",
+    "download",
+    "load",
+    "settings",
+]
 
 
-def load(name: str, folder: Path, length: int = 0, vocabulary: str | int | Vocabulary = "full") -> Cifar10 | WikiText:
-    """The data set called cifar10, wikitext-2 or wikitext-103 in `folder`; length and vocabulary are for text."""
-    return Cifar10(folder) if name == "cifar10" else WikiText(name, folder, length, vocabulary)
+class Entry(NamedTuple):
+    """make: the data set from its settings; sources: the files that it is read from.
+
+    example: from its settings, where it is read from files, a batch of one and the shapes, without the files.
+    """
+
+    make: Callable[..., DataSet]
+    sources: tuple[Source, ...] = ()
+    example: Callable[..., tuple[Batch, dict[str, Any]]] | None = None
+
+
+DATASETS = {
+    "cifar10": Entry(Cifar10, cifar10.SOURCES, cifar10.example),
+    "wikitext-2": Entry(functools.partial(WikiText, "wikitext-2"), wikitext.SOURCES["wikitext-2"], wikitext.example),
+    "wikitext-103": Entry(
+        functools.partial(WikiText, "wikitext-103"), wikitext.SOURCES["wikitext-103"], wikitext.example
+    ),
+    "prefix-sums": Entry(PrefixSums),
+    "mazes": Entry(Mazes),
+}
+"""By the name that a preset gives."""
+
+
+def settings(name: str) -> set[str]:
+    """What can be set of a data set."""
+    return {*inspect.signature(DATASETS[name].make).parameters} - {"folder", "saved"}
+
+
+def load(name: str, folder: Path | None, chosen: Mapping[str, Any], saved: Mapping[str, Any] | None = None) -> DataSet:
+    """The data set called `name`, with those of the chosen settings that are its own.
+
+    folder: where its files are. saved: what a checkpoint holds of it.
+    """
+    make, sources, _ = DATASETS[name]
+    own: dict[str, Any] = {key: value for key, value in chosen.items() if key in settings(name)}
+    if sources:
+        if folder is None:
+            raise DataError(f"{name} is read from files: say with --data DIR in which folder they are")
+        own["folder"] = folder
+    if saved is not None:
+        own["saved"] = saved
+    return make(**own)
+
+
+def example(name: str, chosen: Mapping[str, Any]) -> tuple[Batch, dict[str, Any]]:
+    """A batch of one with the shapes of the data set, and what a model must be told of them; no file is read."""
+    make = DATASETS[name].example
+    if make is not None:
+        return make(**{key: value for key, value in chosen.items() if key in settings(name)})
+    dataset = load(name, None, chosen)
+    return dataset.batch(torch.arange(1), torch.Generator()), dataset.shapes

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import download
+from .dataset import ACCURACY, Batch
+from .download import Source
 from .files import DataError, is_archive, read, stored
 
 CLASSES = 10
@@ -27,6 +29,14 @@ MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 PADDING = 4
 
+SOURCES = (
+    Source(
+        "cifar-10-binary.tar.gz",
+        ("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",),
+        "md5",
+        "c32a1d4ab5d03f1284b67883e8d87530",
+    ),
+)
 TRAIN = [f"data_batch_{i}" for i in range(1, 6)]
 TEST = "test_batch"
 PLACES = (
@@ -39,15 +49,17 @@ PLACES = (
 
 
 class Cifar10:
-    """Images uint8 [n, 3, 32, 32] and labels int64 [n] of the two splits."""
+    """Images uint8 [n, 3, 32, 32] and labels int64 [n].
+
+    held_out: every so many-th training image is not trained on, but in the split "valid". None trains on all of them;
+        there is then no such split, and the best model of a training is chosen on the test images.
+    """
 
     unit = "images"
-    metric = "accuracy"
-    higher_is_better = True
-    splits = ("test",)
-    evaluated_on = "test"
+    metric = ACCURACY
+    units = 1
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, held_out: int | None = 10) -> None:
         place = find(folder)
         contents = read(place, [*TRAIN, TEST, *(f"{name}.bin" for name in [*TRAIN, TEST])])
         parts = []
@@ -61,49 +73,65 @@ class Cifar10:
                     f"{place} holds {', '.join(sorted(contents)) or 'no batch'}, but not {name}.bin (binary version) "
                     f"or {name} (Python version): CIFAR-10 is {TRAIN[0]} to {TRAIN[-1]} and {TEST}"
                 )
-        self.images = torch.cat([images for images, _ in parts[:-1]])
-        self.labels = torch.cat([labels for _, labels in parts[:-1]])
-        self.test_images, self.test_labels = parts[-1]
-        self.source = place
+        images, labels = (torch.cat(part) for part in zip(*parts[:-1], strict=True))
+        self.images, self.labels = images, labels
+        self.evaluated = {"test": parts[-1]}
+        self.source, self.whole = place, (len(labels), len(parts[-1][1])) == (50_000, 10_000)
+        if held_out is not None:
+            if not isinstance(held_out, int) or not 2 <= held_out <= len(labels):
+                raise DataError(f"held_out={held_out!r}: it must be none, or an integer from 2 to {len(labels):,}")
+            valid = torch.arange(len(labels)) % held_out == held_out - 1
+            self.images, self.labels = images[~valid], labels[~valid]
+            self.evaluated = {"valid": (images[valid], labels[valid]), **self.evaluated}
+        self.splits = tuple(self.evaluated)
+        self.validation = self.splits[0]
 
     @property
     def size(self) -> int:
         return len(self.labels)
 
+    @property
+    def shapes(self) -> dict[str, Any]:
+        return {"classes": CLASSES}
+
     def describe(self) -> str:
-        whole = (self.size, len(self.test_labels)) == (50_000, 10_000)
+        sizes = {"training": self.size, **{split: len(labels) for split, (_, labels) in self.evaluated.items()}}
         return (
-            f"CIFAR-10 from {self.source}: {self.size:,} training and {len(self.test_labels):,} test images"
-            f"{'' if whole else ' (a part: the official files hold 50,000 and 10,000)'}"
+            f"CIFAR-10 from {self.source}: {', '.join(f'{size:,} {split}' for split, size in sizes.items())} images"
+            f"{'' if self.whole else ' (a part: the official files hold 50,000 to train on and 10,000 to test)'}"
         )
 
     def to(self, device: torch.device) -> "Cifar10":
         """All of it on the device: 184 MB for the official files."""
-        for name in ("images", "labels", "test_images", "test_labels"):
-            setattr(self, name, getattr(self, name).to(device))
+        self.images, self.labels = self.images.to(device), self.labels.to(device)
+        self.evaluated = {split: (x.to(device), y.to(device)) for split, (x, y) in self.evaluated.items()}
         return self
 
     def order(self, generator: torch.Generator) -> Tensor:
         """Of an epoch: what `batch` takes some of."""
         return torch.randperm(self.size, generator=generator)
 
-    def batch(self, indices: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Tensor, generator: torch.Generator) -> Batch:
         indices = indices.to(self.labels.device)
-        return normalise(augment(self.images[indices], generator)), self.labels[indices]
+        return Batch(normalise(augment(self.images[indices], generator)), self.labels[indices])
 
-    def evaluation(self, split: str, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for images, labels in zip(self.test_images.split(batch), self.test_labels.split(batch), strict=True):
-            yield normalise(images), labels
+    def evaluation(self, split: str, batch: int) -> Iterator[Batch]:
+        for images, labels in zip(*(part.split(batch) for part in self.evaluated[split]), strict=True):
+            yield Batch(normalise(images), labels)
 
-    def surcharge(self, split: str) -> float:
-        return 0.0
+    def saved(self) -> None:
+        return None
+
+
+def example(**_: Any) -> tuple[Batch, dict[str, Any]]:
+    return Batch(torch.zeros(1, 3, SIDE, SIDE), torch.zeros(1, dtype=torch.int64)), {"classes": CLASSES}
 
 
 def find(folder: Path) -> Path:
     for place in [folder / place for place in PLACES]:
         if is_archive(place) or any(stored(place, name) for name in (TRAIN[0], f"{TRAIN[0]}.bin")):
             return place
-    raise DataError(f"no CIFAR-10 in {folder}.\n{download.instructions('cifar10', folder)}")
+    raise DataError(f"no CIFAR-10 in {folder}.\n{download.instructions(SOURCES, folder)}")
 
 
 def from_binary(content: bytes, name: str) -> tuple[Tensor, Tensor]:

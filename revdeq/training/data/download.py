@@ -1,9 +1,10 @@
-"""Where the data sets come from, and how to fetch them."""
+"""How to fetch the files of a data set."""
 
 import hashlib
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,54 +21,14 @@ class Source(NamedTuple):
     checksum: str
 
 
-GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
-ENCODING = (
-    Source(
-        "gpt2/encoder.json",
-        (f"{GPT2}/encoder.json",),
-        "sha256",
-        "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    ),
-    Source(
-        "gpt2/vocab.bpe",
-        (f"{GPT2}/vocab.bpe",),
-        "sha256",
-        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    ),
-)
-
-
-def wikitext(file: str, md5: str) -> Source:
-    urls = (
-        f"https://wikitext.smerity.com/{file}",
-        f"https://s3.amazonaws.com/research.metamind.io/wikitext/{file}",
-    )
-    return Source(file, urls, "md5", md5)
-
-
-SOURCES = {
-    "cifar10": (
-        Source(
-            "cifar-10-binary.tar.gz",
-            ("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",),
-            "md5",
-            "c32a1d4ab5d03f1284b67883e8d87530",
-        ),
-    ),
-    "wikitext-2": (wikitext("wikitext-2-v1.zip", "542ccefacc6c27f945fb54453812b3cd"),),
-    "wikitext-103": (wikitext("wikitext-103-v1.zip", "9ddaacaf6af0710eda8c456decff7832"),),
-    "gpt2": ENCODING,
-}
-
-
-def instructions(name: str, folder: Path) -> str:
-    lines = [f"  {folder / source.place}  from  {source.urls[0]}" for source in SOURCES[name]]
+def instructions(sources: Iterable[Source], folder: Path) -> str:
+    lines = [f"  {folder / source.place}  from  {source.urls[0]}" for source in sources]
     return "\n".join(["Put it there, packed or unpacked, or let `train --download` fetch it:", *lines])
 
 
-def fetch(name: str, folder: Path) -> None:
-    """Every file of the data set `name` that is not below `folder` yet, or a DataError that says what to do."""
-    for source in SOURCES[name]:
+def fetch(sources: Iterable[Source], folder: Path) -> None:
+    """Every file that is not below `folder` yet, or a DataError that says what to do."""
+    for source in sources:
         if not (folder / source.place).exists():
             _fetch(source, folder / source.place)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import download
+from .download import Source
 from .files import DataError
 
 if TYPE_CHECKING:
@@ -17,6 +18,23 @@ if TYPE_CHECKING:
 PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 END_OF_TEXT = "<|endoftext|>"
 FILES = ("vocab.bpe", "encoder.json")
+PUBLISHED = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
+SOURCES = (
+    Source(
+        "gpt2/encoder.json",
+        (f"{PUBLISHED}/encoder.json",),
+        "sha256",
+        "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    ),
+    Source(
+        "gpt2/vocab.bpe",
+        (f"{PUBLISHED}/vocab.bpe",),
+        "sha256",
+        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    ),
+)
+TOKENS = 50_257
+"""Of GPT-2."""
 CHUNK = 1 << 20  # characters, to encode side by side
 
 
@@ -25,7 +43,7 @@ def find(folder: Path) -> Path:
     for place in (folder, folder / "gpt2", folder.parent / "gpt2"):
         if all((place / name).is_file() for name in FILES):
             return place
-    raise DataError(f"no GPT-2 encoding in {folder}.\n{download.instructions('gpt2', folder)}")
+    raise DataError(f"no GPT-2 encoding in {folder}.\n{download.instructions(SOURCES, folder)}")
 
 
 def load(folder: Path) -> "tiktoken.Encoding":
@@ -39,7 +57,7 @@ def load(folder: Path) -> "tiktoken.Encoding":
             ranks = data_gym_to_mergeable_bpe_ranks(str(vocab), str(encoder))
     except (AssertionError, AttributeError, KeyError, UnicodeDecodeError, ValueError) as error:
         # AssertionError: the merges of the one file are not the tokens of the other
-        expected = "\n".join(f"  {s.place}: sha256 {s.checksum}" for s in download.ENCODING)
+        expected = "\n".join(f"  {s.place}: sha256 {s.checksum}" for s in SOURCES)
         raise DataError(
             f"{vocab} and {encoder} are not a byte-pair encoding, or not the same one ({type(error).__name__}: "
             f"{error}). GPT-2's are\n{expected}"

@@ -8,13 +8,14 @@ A model may predict fewer tokens than GPT-2's 50,257, which at small sizes take 
 vocabulary="seen" are those that occur in the training data, vocabulary=8192 the most frequent of them; all others
 share one more id. The perplexity stays that of the text in all of GPT-2's tokens: a token t among the others counts as
 p(others) p(t | others), where p(t | others) is its frequency in the training data (plus one, for tokens that
-never occur there). This adds a constant to the loss of a split, `surcharge`.
+never occur there). What this adds to the loss is the `surcharge`.
 """
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +23,30 @@ from torch import Tensor
 
 from ..._atomic import replacing
 from . import download, encoding
+from .dataset import PERPLEXITY, Batch
+from .download import Source
 from .files import DataError, checksum, is_archive, read, stored
 
 SPLITS = ("train", "valid", "test")
 VARIANTS = ("tokens", "raw")
+SOURCES = {
+    name: (
+        Source(
+            f"{name}-v1.zip",
+            (
+                f"https://wikitext.smerity.com/{name}-v1.zip",
+                f"https://s3.amazonaws.com/research.metamind.io/wikitext/{name}-v1.zip",
+            ),
+            "md5",
+            md5,
+        ),
+        *encoding.SOURCES,
+    )
+    for name, md5 in (
+        ("wikitext-2", "542ccefacc6c27f945fb54453812b3cd"),
+        ("wikitext-103", "9ddaacaf6af0710eda8c456decff7832"),
+    )
+}
 PADDED_TO = 128
 """All of the vocabulary is rounded up to a multiple of this, 50,304 for GPT-2, a shape that GPUs like."""
 
@@ -34,19 +55,26 @@ class WikiText:
     """The tokens of the three splits, cut into sequences of `length` and mapped to the ids of a vocabulary."""
 
     unit = "tokens"
-    metric = "perplexity"
-    higher_is_better = False
-    splits = ("valid", "test")
-    evaluated_on = "valid"
+    metric = PERPLEXITY
+    splits: tuple[str, ...] = ("valid", "test")
+    validation = "valid"
 
-    def __init__(self, name: str, folder: Path, length: int, vocabulary: "str | int | Vocabulary" = "full") -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        length: int = 512,
+        vocabulary: str | int = "full",
+        saved: Mapping[str, Any] | None = None,
+    ) -> None:
         place, variant = find(name, folder)
         encoder = encoding.find(folder)
         self.name, self.source, self.encoding, self.length = name, place, encoder, length
         self.tokens = {split: tokens(place, f"wiki.{split}.{variant}", encoder) for split in SPLITS}
-        if not isinstance(vocabulary, Vocabulary):
-            vocabulary = Vocabulary.of(self.tokens["train"], vocabulary, encoder)
-        self.vocabulary: Vocabulary = vocabulary
+        if saved is not None:
+            self.vocabulary = Vocabulary.restored(saved)
+        else:
+            self.vocabulary = Vocabulary.of(self.tokens["train"], vocabulary, encoder)
         for split, found in self.tokens.items():
             if len(found) < 2 * length:
                 raise DataError(
@@ -59,6 +87,14 @@ class WikiText:
     def size(self) -> int:
         """Sequences in an epoch: one is given up, so that an epoch may begin anywhere in the first."""
         return (len(self.tokens["train"]) - self.length) // self.length
+
+    @property
+    def units(self) -> int:
+        return self.length
+
+    @property
+    def shapes(self) -> dict[str, Any]:
+        return {"vocabulary": self.vocabulary.size}
 
     def describe(self) -> str:
         counts = " / ".join(f"{len(self.tokens[split]):,}" for split in SPLITS)
@@ -73,10 +109,10 @@ class WikiText:
         offset = torch.randint(self.length, (), generator=generator)
         return offset + self.length * torch.randperm(self.size, generator=generator)
 
-    def batch(self, starts: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return self._sequences("train", starts.numpy(), self.length)
+    def batch(self, indices: Tensor, generator: torch.Generator) -> Batch:
+        return self._sequences("train", indices.numpy(), self.length)
 
-    def evaluation(self, split: str, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def evaluation(self, split: str, batch: int) -> Iterator[Batch]:
         """Every token after the first, once, in sequences that know nothing of the one before."""
         count = len(self.tokens[split]) - 1
         starts = np.arange(0, count - self.length + 1, self.length)
@@ -85,14 +121,19 @@ class WikiText:
         if rest := count % self.length:
             yield self._sequences(split, np.array([count - rest]), rest)
 
-    def surcharge(self, split: str) -> float:
-        """What the ids of a restricted vocabulary leave out of the loss of a split, per token."""
-        return float(self.vocabulary.surcharge[self.tokens[split][1:]].mean())
+    def saved(self) -> dict[str, Any] | None:
+        return None if self.vocabulary.complete else self.vocabulary.saved()
 
-    def _sequences(self, split: str, starts: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
+    def _sequences(self, split: str, starts: np.ndarray, length: int) -> Batch:
         found = self.tokens[split][starts[:, None] + np.arange(length + 1)]
         ids = torch.from_numpy(self.vocabulary.ids[found]).to(self.device)
-        return ids[:, :-1], ids[:, 1:]
+        return Batch(ids[:, :-1], ids[:, 1:], float(self.vocabulary.surcharge[found[:, 1:]].sum()))
+
+
+def example(length: int = 512, vocabulary: str | int = "full") -> tuple[Batch, dict[str, Any]]:
+    tokens = torch.zeros(1, length, dtype=torch.int64)
+    size = vocabulary + 1 if isinstance(vocabulary, int) else -(-encoding.TOKENS // PADDED_TO) * PADDED_TO
+    return Batch(tokens, tokens), {"vocabulary": size}
 
 
 class Vocabulary:
@@ -134,6 +175,13 @@ class Vocabulary:
         surcharge[others] = np.log(frequency.sum()) - np.log(frequency[others])
         return cls(kept, surcharge)
 
+    @classmethod
+    def restored(cls, saved: Mapping[str, Any]) -> "Vocabulary":
+        return cls(saved["kept"].numpy(), saved["surcharge"].numpy())
+
+    def saved(self) -> dict[str, Any]:
+        return {"kept": torch.from_numpy(self.kept.copy()), "surcharge": torch.from_numpy(self.surcharge)}
+
     def describe(self) -> str:
         return f"all {self.encoded:,} tokens" if self.complete else f"{len(self.kept):,} of {self.encoded:,} tokens"
 
@@ -147,7 +195,7 @@ def find(name: str, folder: Path) -> tuple[Path, str]:
         for variant in VARIANTS:
             if stored(place, f"wiki.train.{variant}"):
                 return place, variant
-    raise DataError(f"no {name} in {folder}.\n{download.instructions(name, folder)}")
+    raise DataError(f"no {name} in {folder}.\n{download.instructions(SOURCES[name][:1], folder)}")
 
 
 def tokens(place: Path, name: str, encoder: Path) -> np.ndarray:

@@ -1,0 +1,201 @@
+"""Tables and plots of the rows that evidence.py wrote; rows of stale or spliced runs are refused."""
+
+import collections
+import statistics
+
+from evidence import EDITION, STUDIES, Task, table
+
+MADE = "<!-- From here on made of runs.csv by python bench/evidence.py --report -->"
+
+
+def problems(rows, curves, probes):
+    """What is wrong with the tables, in sentences: nothing, if every row, curve and probe is of one run of today."""
+    found = []
+    for columns, count in collections.Counter(
+        tuple(row[k] for k in ("study", "label", "lr", "seed", "updates")) for row in rows
+    ).items():
+        if count > 1:
+            found.append(f"{', '.join(columns)} has {count} rows: keep one run of it")
+    variants = {name: dict(study.variants()) for name, study in STUDIES.items()}
+    for row in rows:
+        name = row["run"]
+        if row["edition"] != str(EDITION):
+            found.append(f"{name} is stale: of edition {row['edition']}, this is {EDITION}")
+            continue
+        changes = variants.get(row["study"], {}).get(row["label"])
+        if changes is None:
+            found.append(f"{name} is stale: there is no such variant any more")
+            continue
+        task = Task(row["study"], row["label"], changes, float(row["lr"]), int(row["seed"]), int(row["updates"]))
+        if row["command"] != task.written:
+            found.append(f"{name} is stale: the command is now {task.written}")
+        curve = [made for made in curves if made["run"] == name]
+        updates = [int(made["update"]) for made in curve]
+        if updates != sorted(set(updates)):
+            found.append(f"{name} is spliced: its curve goes back in time")
+        if not curve or updates[-1] != int(row["updates"]) or curve[-1]["metric"] != row["validation"]:
+            found.append(f"{name} is spliced: its curve does not end where its row does")
+    known = {row["run"] for row in rows}
+    for name in {made["run"] for made in [*curves, *probes]} - known:
+        found.append(f"{name} has no row: its curve or its probes are left over")
+    return found
+
+
+def spread(values):
+    return f"{statistics.mean(values):.4g}" + (f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else "")
+
+
+def chosen(rows):
+    """Of the rows of a study, by label and updates: those with the learning rate that was best at seed 0."""
+    groups = collections.defaultdict(list)
+    for row in rows:
+        groups[row["label"], row["updates"]].append(row)
+    for key, group in groups.items():
+        first = [row for row in group if row["seed"] == "0"]
+        sign = -1 if group[0]["metric"] == "perplexity" else 1
+        best = max(first, key=lambda row: sign * float(row["validation"]))["lr"]
+        yield key, [row for row in group if row["lr"] == best], len({row["lr"] for row in first})
+
+
+def report(results):
+    rows, curves, probes = (table(results / f"{name}.csv") for name in ("runs", "curves", "probes"))
+    if found := problems(rows, curves, probes):
+        raise SystemExit("\n".join(["the tables cannot be reported as they are:", *sorted(found)]))
+    lines = [MADE, "", "± is the deviation between seeds.", ""]
+    for name, study in STUDIES.items():
+        order = [label for label, _ in study.variants()]
+        ours = sorted((row for row in rows if row["study"] == name), key=lambda row: order.index(row["label"]))
+        if not ours:
+            continue
+        lines += [f"## {name}", ""]
+        lines += puzzle_lines(name, ours, probes) if study.sizes else score_lines(name, ours)
+        lines += [f"![{name}]({name}.png)", "", "```"]
+        lines += [*dict.fromkeys(row["command"] for row in ours if row["seed"] == "0"), "```", ""]
+        lines += plotted(results, name, ours, curves, probes)
+    page = results / "README.md"
+    written = page.read_text(encoding="utf-8").partition(MADE)[0] if page.exists() else ""
+    page.write_text(written + "\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+def score_lines(name, ours):
+    metric, wanted = ours[0]["metric"], max(1, len(STUDIES[name].rates))
+    yield f"| | updates | seeds | lr | parameters | evaluations | {metric}, validation | {metric}, test |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for (label, updates), group, tried in chosen(ours):
+        numbers = {key: [float(row[key]) for row in group] for key in ("validation", "test")}
+        evaluations = {f"{float(row['evaluations']):.3g}" if row["evaluations"] else "" for row in group}
+        rate = f"{float(group[0]['lr']):g}" + (f" of {tried} tried" if tried > 1 else "")
+        rate += f" ({wanted - tried} to come)" if tried < wanted else ""
+        yield (
+            f"| {label} | {updates} | {len(group)} | {rate} | {int(group[0]['parameters']):,} | "
+            f"{', '.join(evaluations)} | {spread(numbers['validation'])} | {spread(numbers['test'])} |"
+        )
+    yield ""
+
+
+def solved(group, probes, size, depth):
+    """Of each seed; a network without steps has the same at every depth."""
+    names = [row["run"] for row in group]
+    return [
+        float(probe["solved"])
+        for probe in probes
+        if probe["run"] in names and probe["size"] == str(size) and probe["max_steps"] in ("", str(depth))
+    ]
+
+
+def puzzle_lines(name, ours, probes):
+    study = STUDIES[name]
+    yield f"Solved, of {study.size}: the mean over seeds, and where they differ, the smallest and the largest."
+    yield ""
+    yield f"| | seeds | parameters | {study.size} | {' | '.join(f'N = {depth}' for depth in study.depths)} |"
+    yield "|---" * (4 + len(study.depths)) + "|"
+    for (label, _), group, _ in chosen(ours):
+        for size in study.sizes:
+            cells = []
+            for depth in study.depths:
+                values = solved(group, probes, size, depth)
+                low, high = min(values), max(values)
+                cells.append(f"{statistics.mean(values):.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else ""))
+            yield f"| {label} | {len(group)} | {int(group[0]['parameters']):,} | {size} | {' | '.join(cells)} |"
+    yield ""
+
+
+def plotted(results, name, ours, curves, probes):
+    from matplotlib.figure import Figure
+
+    study, groups = STUDIES[name], list(chosen(ours))
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    if study.sizes:
+        plot_solved(left, right, study, groups, probes)
+        lines = []
+    else:
+        for (label, updates), group, _ in groups:
+            first = next(row["run"] for row in group if row["seed"] == "0")
+            curve = [row for row in curves if row["run"] == first]
+            shown = f"{label}, {updates} updates" if len({key[1] for key, *_ in groups}) > 1 else label
+            left.plot([int(row["update"]) for row in curve], [float(row["loss"]) for row in curve], label=shown, lw=1)
+        left.set(xlabel="updates", ylabel="training loss, seed 0")
+        lines = differences(right, ours, curves) if name == "states" else plot_scores(right, groups)
+    left.legend(fontsize=7)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.savefig(results / f"{name}.png", dpi=120)
+    return lines
+
+
+def plot_scores(axes, groups):
+    for i, (_, group, _) in enumerate(groups):
+        axes.plot([float(row["validation"]) for row in group], [i] * len(group), "o", color="C0", alpha=0.6)
+    axes.set(yticks=range(len(groups)), xlabel=f"{groups[0][1][0]['metric']}, validation, each seed")
+    axes.set_yticklabels([f"{label} ({updates})" for (label, updates), *_ in groups], fontsize=7)
+    axes.invert_yaxis()
+    return []
+
+
+def plot_solved(left, right, study, groups, probes):
+    """Of the first variant, which is the study's subject, every size; of all variants the second largest size."""
+    (label, _), group, _ = groups[0]
+    for size in study.sizes:
+        means = [statistics.mean(solved(group, probes, size, depth)) for depth in study.depths]
+        trained = " (trained on)" if size == study.sizes[0] else ""
+        left.plot(study.depths, means, "o-", label=f"{size} {study.size}{trained}")
+        for depth in study.depths:
+            values = solved(group, probes, size, depth)
+            left.plot([depth] * len(values), values, ".", color="black", ms=3, alpha=0.5)
+    left.set(title=label, ylabel="solved")
+    size = study.sizes[-2]
+    for (label, _), group, _ in groups:
+        right.plot(
+            study.depths,
+            [statistics.mean(solved(group, probes, size, depth)) for depth in study.depths],
+            "--" if group[0]["evaluations"] == "" else "o-",
+            label=label,
+        )
+    right.set(title=f"{size} {study.size}, all variants")
+    right.legend(fontsize=7)
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="steps N (2 N evaluations of f)", ylim=(-0.03, 1.03), xticks=study.depths)
+        axes.set_xticklabels(study.depths)
+
+
+def differences(axes, ours, curves):
+    """How far the loss is from that of the stored graph, update by update. The loss is a float32: 0 is "less than a
+    unit in its last place", about 1e-7, and not "the same computation"."""
+    by_label = {
+        row["label"]: {int(made["update"]): float(made["loss"]) for made in curves if made["run"] == row["run"]}
+        for row in ours
+    }
+    stored, lines = by_label.pop("stored graph", {}), []
+    for label, losses in by_label.items():
+        updates = [update for update in losses if update in stored]
+        apart = [abs(losses[update] - stored[update]) / stored[update] for update in updates]
+        if apart:
+            axes.plot(updates, [max(d, 1e-9) for d in apart], label=label, lw=1)
+            shown = ", ".join(f"{apart[i]:.1e} at update {updates[i]}" for i in (0, len(apart) // 2, len(apart) - 1))
+            lines += [f"{label}, relative distance of the loss from that of the stored graph: {shown}.", ""]
+    axes.set(yscale="log", xlabel="updates", ylabel="distance of the loss from the stored graph's")
+    axes.legend(fontsize=7)
+    return lines

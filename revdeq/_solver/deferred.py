@@ -1,0 +1,99 @@
+"""Decisions on values that are still on their way from a device, which nobody waits for.
+
+On the CPU a decision is made at once. On other devices it is made at the first solve that begins after the value has
+arrived, whichever thread that is in, and at the latest when the process ends.
+"""
+
+import atexit
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import _device
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """decide: raises or warns, or does nothing. value: on the CPU, right from `arrival` on."""
+
+    decide: Callable[[Tensor], None]
+    value: Tensor
+    arrival: _device.Event
+    device: torch.device
+
+
+_pending: list[_Decision] = []
+_lock = threading.Lock()
+
+
+def report(value: Tensor, decide: Callable[[Tensor], None]) -> None:
+    """Decide on a value now, if it is at hand, or later. While a graph is recorded there is no value to come."""
+    if _device.can_look(value):
+        decide(value)
+    elif not _device.is_capturing(value.device):
+        copy = value.to("cpu", non_blocking=True)
+        with _lock:
+            _pending.append(_Decision(decide, copy, _device.mark(value.device), value.device))
+
+
+def settle() -> None:
+    """Decide on what has arrived since."""
+    while (decision := _next_to_arrive()) is not None:
+        decision.decide(decision.value)
+
+
+def _next_to_arrive() -> _Decision | None:
+    if not _pending:  # as it always is on the CPU
+        return None
+    with _lock:
+        for i, decision in enumerate(_pending):
+            if not _device.is_capturing(decision.device) and decision.arrival.query():
+                return _pending.pop(i)
+    return None
+
+
+@atexit.register
+def _settle_all() -> None:
+    """What the last solves of a process left undecided: a warning as ever, and an error as if none had caught it."""
+    failed = False
+    while _pending:
+        decision = _pending.pop(0)
+        decision.arrival.synchronize()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("default")  # an error could not be raised to anyone
+                decision.decide(decision.value)
+        except Exception as error:
+            failed = True
+            sys.excepthook(type(error), error, error.__traceback__)
+    if failed:
+        sys.stderr.flush()
+        global _status
+        _status = _Failed()
+
+
+class _Failed:
+    """Ends the process with status 1 when it is torn down, after everyone's exit handlers: they cannot change it."""
+
+    def __del__(self, leave: Callable[[int], None] = os._exit) -> None:
+        leave(1)
+
+
+_status: _Failed | None = None
+
+
+def _start_anew() -> None:
+    """In a process that was forked: what was on its way arrives with its parent; the lock may be another thread's."""
+    global _lock
+    _lock = threading.Lock()
+    _pending.clear()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_start_anew)

@@ -1,0 +1,98 @@
+"""The gradient of the fixed point itself, by the implicit function theorem, with the same iteration.
+
+At z = f(z, x), a loss with the gradient g by z has the gradient u df/dx by x, where u solves the adjoint equation
+
+    u = J^T u + g        J = df/dz
+
+J^T has the eigenvalues of J, so that the beta and gamma that converge fastest forward do so here. f is evaluated once,
+at the last state, and its graph gives all of the products.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from .adjoint import Iteration, Outcome, Totals, dense, refuse_unsupported, scaled
+from .inputs import State
+from .replay import Linearisation, Replay
+
+
+@dataclass
+class Adjoint:
+    """What the backward pass of gradient="implicit" did.
+
+    Attributes:
+        steps: The number of steps it took, each with two products; None before it ran.
+        residual: The relative change of u in the last of them, a 0-d tensor.
+    """
+
+    steps: int | None = None
+    residual: Tensor | None = None
+
+
+class Implicit(torch.autograd.Function):
+    """The last y and z as functions of f's inputs, as if they were the fixed point."""
+
+    @staticmethod
+    def forward(ctx: Any, it: Iteration, outcome: Outcome, adjoint: Adjoint, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.it, ctx.adjoint, ctx.size = it, adjoint, len(outcome.z)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*outcome.z_copy, *inputs)
+        return (*outcome.y_copy, *outcome.z_copy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_unsupported(grads)
+        it, size, inputs = ctx.it, ctx.size, ctx.it.f.inputs.tensors
+        z = [x.detach() for x in ctx.saved_tensors[:size]]
+        # y and z are the same fixed point, and so their gradients add up.
+        by_y, by_z = ([scaled(g, 1, x) for g, x in zip(part, z, strict=True)] for part in (grads[:size], grads[size:]))
+        seeds = [y.add_(z) for y, z in zip(by_y, by_z, strict=True)]
+        totals = Totals(inputs)
+        replay = Replay(it.f)
+        with replay.running():
+            linear = replay.linearise([x.clone() for x in z])
+            totals.add(linear.by_inputs(_solved(it, linear, seeds, ctx.adjoint)))
+        input_grads = it.f.shards.deliver(inputs, totals.rounded())
+        if it.monitor is not None:
+            it.monitor.judge_convergence(ctx.adjoint.residual)
+        return (None, None, None, *input_grads)
+
+
+def _solved(it: Iteration, linear: Linearisation, seeds: State, adjoint: Adjoint) -> State:
+    """u, by the same half-steps as forward, from g. Nothing is undone, so that its states are float64."""
+    half_step, step = kernels.half_step_for(seeds[0].device, "float64"), it.scheme.step
+    y_copy, z_copy = [[g.clone() for g in seeds] for _ in range(2)]
+    relax_y, relax_z = [
+        [half_step(g.double(), c) for g, c in zip(seeds, copy, strict=True)] for copy in (y_copy, z_copy)
+    ]
+
+    def mapped(u: State) -> State:
+        return [torch.add(g, v) for g, v in zip(seeds, dense(linear.by_state(u), u), strict=True)]
+
+    adjoint.steps = 0
+    while True:
+        adjoint.steps += 1
+        for half, out, read in zip(relax_y, mapped(z_copy), z_copy, strict=True):
+            half.relax(out, read, step)
+        rows = zip(relax_z, mapped(y_copy), y_copy, strict=True)
+        last = adjoint.steps == it.options.max_steps
+        if not last and it.options.tol is None:
+            for half, out, read in rows:
+                half.relax(out, read, step)
+            continue
+        partial = [half.relax_norms(out, read, step).sum((1, 2)) for half, out, read in rows]
+        change, value = functools.reduce(torch.add, partial).sqrt()
+        adjoint.residual = change / value.clamp(min=torch.finfo(value.dtype).tiny)
+        if last or (it.options.tol is not None and _has_arrived(adjoint.residual, it.options.tol)):
+            return z_copy
+
+
+def _has_arrived(residual: Tensor, tol: float) -> bool:
+    value = residual.item()
+    return value <= tol or not math.isfinite(value)

@@ -1,0 +1,184 @@
+"""The options of a solve: declared, documented and checked here, once.
+
+`revdeq.solve`, `revdeq.RevDEQ` and `revdeq.verify` take them as keywords and pass them on as they are.
+"""
+
+import ctypes
+import dataclasses
+import difflib
+import inspect
+import math
+import operator
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypeVar
+
+from .monitor import CHECKS
+
+GRADIENTS = ("exact", "implicit")
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A state of integers, whose half-steps are undone to the last bit, whatever beta and however many.
+
+    Args:
+        fraction_bits: Of the fixed-point numbers that the state consists of. 24 of 32 bits hold magnitudes below 128
+            with a resolution of 6e-8.
+    """
+
+    fraction_bits: int = 24
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fraction_bits, int) or not 1 <= self.fraction_bits <= 30:
+            raise ValueError(f"fraction_bits = {self.fraction_bits!r} must be an integer from 1 to 30; 24 is usual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to iterate.
+
+    Args:
+        beta: The relaxation, in (0, 2) and not 1. Below 1 it tolerates an f that rotates, as attention does; above 1
+            it is faster where f only contracts, as convolutions do. `revdeq.tune` finds a good one. It is rounded to
+            float32 once, which makes beta * f exact in float64.
+        gamma: Damps f, in (0, 2): f(z) becomes (1 - gamma) z + gamma f(z). 1 is the paper's iteration.
+        max_steps: The number of steps N, each of which evaluates f twice.
+        tol: None takes exactly `max_steps` steps and never waits for the device. With tol > 0 the iteration stops
+            after the first step whose relative change, `Solution.residual`, is at most tol.
+        state: How the solver keeps y and z. "float64" is the paper's mixed precision, whose error grows on the way
+            back, like |1 - beta|^-N. "exact" keeps integers, in the same 8 bytes, which no step changes beyond
+            recovery: the gradient is that of a stored graph of the same steps, for every beta and N. They resolve 6e-8,
+            which is coarser than a float64 f; 1 - beta is taken as the nearest fraction with a denominator of at most
+            64; magnitudes must stay below 128 (or set `revdeq.Exact(fraction_bits=...)`). They need 8 more bytes per
+            element of z0 whenever so many steps are exceeded: 32 with beta .5, 16 with .75, 13 with .8, 9 with .9.
+            "auto" is float64 where that is safe, because it loses at most 32 of its bits, where z0 is float64, and
+            where no gradient is needed; and exact otherwise.
+        check: What to do when the backward pass finds that its gradient is not to be trusted, because it did not
+            arrive at z0 again: "warn", once for each place that calls, "raise", or None to skip the check. On the CPU
+            this happens at the end of the backward pass; on other devices, which are not waited for, at a later call
+            of `solve` or when the process ends. While a CUDA graph is captured, nothing is checked.
+        gradient: "exact" is the gradient of the iteration that ran. "implicit" is that of the fixed point itself, as
+            classical equilibrium models take it: the adjoint equation is solved at the last state, with the same beta,
+            gamma, max_steps and tol. It is faster, it is wrong where the iteration has not converged, and z0 gets none.
+        keep: The graphs of so many of the last evaluations are kept, and the backward pass need not evaluate f again
+            there. 0 takes the least memory, and 2 * max_steps the time and the memory of a stored graph.
+        backward_steps: None differentiates all steps. k differentiates the last k only, which is an approximation;
+            z0 gets no gradient.
+    """
+
+    beta: float = 0.5
+    gamma: float = 1.0
+    max_steps: int = 8
+    tol: float | None = None
+    state: str | Exact = "auto"
+    check: str | None = "warn"
+    gradient: str = "exact"
+    keep: int = 0
+    backward_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        _coefficient("beta", self.beta)
+        _coefficient("gamma", self.gamma)
+        if _float32(self.beta) == 1:
+            raise ValueError(
+                f"beta = {self.beta!r} must not be 1, also after rounding to float32: 1 - beta is what the backward "
+                "pass divides by; 0.5 to 0.9 work well, or use revdeq.tune"
+            )
+        _at_least("max_steps", self.max_steps, 1, "a step evaluates f twice")
+        _at_least("keep", self.keep, 0, "the number of last evaluations whose graphs are kept")
+        if self.backward_steps is not None:
+            _at_least("backward_steps", self.backward_steps, 1, "the number of last steps to differentiate; None: all")
+        if self.tol is not None:
+            if not isinstance(self.tol, Real):
+                raise TypeError(f"tol = {self.tol!r} must be a number, or None to take exactly max_steps steps")
+            if not 0 < self.tol <= sys.float_info.max:
+                raise ValueError(
+                    f"tol = {self.tol!r} must be positive and finite, or None to take exactly max_steps steps"
+                )
+        if self.state not in ("auto", "float64", "exact") and not isinstance(self.state, Exact):
+            raise ValueError(
+                f"state = {self.state!r} must be 'auto', 'float64', 'exact' or revdeq.Exact(fraction_bits=...)"
+            )
+        if self.check not in CHECKS:
+            raise ValueError(f"check = {self.check!r} must be 'warn', 'raise' or None")
+        if self.gradient not in GRADIENTS:
+            raise ValueError(
+                f"gradient = {self.gradient!r} must be 'exact', that of the iteration, or 'implicit', that of the "
+                "fixed point by the implicit function theorem"
+            )
+        if self.gradient == "implicit":
+            for name, none in (("keep", 0), ("backward_steps", None)):
+                if getattr(self, name) != none:
+                    raise ValueError(
+                        f"{name} = {getattr(self, name)!r} belongs to gradient='exact': with gradient='implicit' leave "
+                        "it out"
+                    )
+
+
+NAMES = tuple(field.name for field in dataclasses.fields(Options))
+
+
+def options_from(keywords: dict[str, Any]) -> Options:
+    for name in keywords:
+        if name not in NAMES:
+            close = difflib.get_close_matches(name, NAMES, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(NAMES)}"
+            raise TypeError(f"unknown keyword {name} = {keywords[name]!r}: {hint}")
+    return Options(**keywords)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def with_options(function: F) -> F:
+    """Gives a function or method that takes **options their names and defaults, and their documentation: the line
+    "{options}" of its docstring is replaced."""
+    signature = inspect.signature(function)
+    shown = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in dataclasses.fields(Options)
+    ]
+    others = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=[*others, *shown])  # type: ignore[attr-defined]
+    if function.__doc__:
+        function.__doc__ = documented(function.__doc__)
+    return function
+
+
+def documented(docstring: str) -> str:
+    """With the options in the place of its line "{options}", which stands among its `Args:`."""
+    lines = inspect.cleandoc(Options.__doc__ or "").splitlines()
+    before, _, after = docstring.partition("{options}")
+    indent = " " * (len(before) - len(before.rstrip(" ")))
+    described = [line.removeprefix("    ") for line in lines[lines.index("Args:") + 1 :]]
+    return before + f"\n{indent}".join(described) + after
+
+
+def _float32(x: float) -> float:
+    try:
+        return ctypes.c_float(float(x)).value
+    except OverflowError:
+        return math.inf
+
+
+def _coefficient(name: str, value: Any) -> None:
+    excluded = " and not 1" if name == "beta" else ""
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} = {value!r} must be a number in (0, 2){excluded}: it is the same in all steps")
+    if not 0 < _float32(value) < 2:
+        raise ValueError(
+            f"{name} = {value!r} must lie in (0, 2){excluded}, also after rounding to float32: outside, the iteration "
+            "converges for no f; use revdeq.tune to find a good one"
+        )
+
+
+def _at_least(name: str, value: Any, least: int, meaning: str) -> None:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} = {value!r} must be an integer of at least {least}: {meaning}") from None
+    if number < least:
+        raise ValueError(f"{name} = {value!r} must be at least {least}: {meaning}")

@@ -1,0 +1,201 @@
+"""f evaluated again, on the way back, with the products of its Jacobians."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _device
+from .function import Function, module_tensors
+from .inputs import Kept, Search, State, Substitution, Unreachable, alias
+
+_engine = torch.autograd.Variable._execution_engine
+
+OTHER_TENSORS = (
+    "f used other tensors that require a gradient in the backward pass than in the forward pass, so that their "
+    "gradient would be lost (a closure whose variables were changed after the solve? torch.func.functional_call or a "
+    "cached parametrization around the forward pass alone? a tensor that f makes and keeps?): pass these tensors to f "
+    "through `args`, or make f a module of its own"
+)
+
+
+class Replay:
+    """The evaluations of one backward pass, from the last to the first. What was kept is not evaluated again."""
+
+    def __init__(self, function: Function, keep_graph: bool = False) -> None:
+        """With `keep_graph`, there may be another backward pass."""
+        self._function, self._keep_graph = function, keep_graph
+        self._kept = list(function.kept)
+        self._inputs = function.inputs.tensors
+        self._reached = function.inputs.by_evaluation()
+        self._by: dict[int, tuple[int, Tensor]] = {}  # by the id of a tensor: its index among the inputs, and itself
+        self._usual: dict[int, tuple[int, Tensor]] | None = None  # by index, once the graph has been looked at
+        self._f_spares_seeds: bool | None = None  # not known before the first product
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the evaluations: f runs as it ran in the forward pass."""
+        function = self._function
+        split = len(function.arguments.tensors)
+        captured = self._inputs[split:]
+        targets = [*enumerate(function.arguments.use_aliases()), *enumerate(captured, split)]
+        now = module_tensors(function.f)
+        swapped = any(now.get(name) is not x for name, x in function.module_tensors.items())
+        before = function.run, function.search
+        if swapped or any(map(_needs_alias, captured)):
+            targets += enumerate(self._use_aliases(captured), split)
+            self._kept = []  # their graphs lead to the tensors themselves
+        self._by = {id(x): (i, x) for i, x in targets}
+        torch.clear_autocast_cache()
+        function.search = Search(captured)
+        try:
+            with contextlib.ExitStack() as stack:
+                for mode in function.modes:
+                    stack.enter_context(mode)
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(function.settings.restored())
+                stack.enter_context(function.draw.rewound())
+                yield
+        finally:
+            function.run, function.search = before
+
+    def vjp(
+        self, state: State, seeds: State, by_state: bool = True
+    ) -> tuple[State, list[Tensor | None], list[Tensor | None]]:
+        """f's outputs, and the products of the seeds with its Jacobians by the state and by `function.inputs`."""
+        expected = self._reached.pop()
+        unknown: list[weakref.ref[Tensor]] = []
+        kept = bool(self._kept)
+        leaves, outputs = self._kept.pop() if kept else self._function.evaluate(state)
+        if kept:
+            by = [(i, self._function.inputs.in_graph(i)) for i in expected]
+        elif self._usual is None:
+            by, unknown = self._reached_again(leaves, outputs, expected)
+        else:
+            by = [self._usual[i] for i in expected]
+        targets = [*(leaves if by_state else ()), *(x for _, x in by)]
+        sources = [i for i, x in enumerate(outputs) if x.requires_grad]
+        products: Sequence[Tensor | None] = [None] * len(targets)
+        if sources and targets:
+            sources_seeds = [seeds[i] for i in sources]
+            products = self._run_backward([outputs[i] for i in sources], sources_seeds, targets, kept)
+        if not kept and self._usual is not None and any(x is None for x in products[len(targets) - len(by) :]):
+            _, unknown = self._reached_again(leaves, outputs, expected)
+        by_inputs: list[Tensor | None] = [None] * len(self._inputs)
+        for (i, _), product in zip(by, products[len(targets) - len(by) :], strict=True):
+            so_far = by_inputs[i]
+            by_inputs[i] = product if so_far is None else so_far if product is None else so_far + product
+        by_leaves = list(products[: len(leaves)]) if by_state else []
+        values = [x.detach() for x in outputs]
+        if unknown:
+            outputs.clear()  # and with them the graph
+            if any(ref() is not None for ref in unknown):
+                raise RuntimeError(OTHER_TENSORS)
+        return values, by_leaves, by_inputs
+
+    def linearise(self, state: State) -> "Linearisation":
+        """f at a state, with its graph, for any number of products."""
+        leaves, outputs = self._function.evaluate(state)
+        by, _ = self._reached_again(leaves, outputs, self._reached[0])
+        return Linearisation(leaves, outputs, by, len(self._inputs))
+
+    def _run_backward(self, outputs: State, seeds: State, targets: State, kept: bool) -> Sequence[Tensor | None]:
+        """The seeds are the solver's own adjoints. A hook or a custom function in f that changes its gradient in place
+        would change them: after the first product it is known whether that happens."""
+        if self._f_spares_seeds:
+            given = [s.to(out.dtype) for s, out in zip(seeds, outputs, strict=True)]
+            versions = [s._version for s in seeds]
+        else:
+            given = [s.to(out.dtype, copy=True) for s, out in zip(seeds, outputs, strict=True)]
+            versions = [s._version for s in given]
+        products = _run_engine(outputs, given, targets, kept and self._keep_graph)
+        if self._f_spares_seeds is None:
+            self._f_spares_seeds = versions == [s._version for s in given] and all(map(_equal, given, seeds))
+        elif self._f_spares_seeds and versions != [s._version for s in seeds]:
+            raise RuntimeError(
+                "f changes its gradient in place, and not in every evaluation (a hook, or the backward of a custom "
+                "function?), so that the solver's own adjoint was changed: write g.clamp(...) in place of g.clamp_(...)"
+            )
+        return products
+
+    def _reached_again(
+        self, leaves: State, outputs: State, expected: frozenset[int]
+    ) -> tuple[list[tuple[int, Tensor]], list[weakref.ref[Tensor]]]:
+        """The tensors to differentiate by, found in the graph: those of the forward pass, or it is an error. Other
+        leaves must have been made by f itself, and die with the graph."""
+        try:
+            found = self._function.search.reached_from(leaves, outputs)
+        except (Unreachable, Kept):
+            raise RuntimeError(OTHER_TENSORS) from None
+        by = [self._by[key] for key in found if key in self._by]
+        unknown = [x for key, x in found.items() if key not in self._by]
+        if {i for i, _ in by} != expected or any(x.grad_fn is not None for x in unknown):
+            raise RuntimeError(OTHER_TENSORS)
+        if self._function.run is self._function.f:  # from now on, a look at the gradients will do
+            self._usual = {i: (i, x) for i, x in self._by.values()}
+        return by, list(map(weakref.ref, unknown))
+
+    def _use_aliases(self, captured: State) -> State:
+        """Puts aliases in the place of captured tensors, so that hooks fire only when the whole gradient is
+        there. A module gets all the parameters and buffers that it had in the forward pass, when it may have
+        been called through `torch.func.functional_call`. A custom autograd function takes its inputs past a
+        mode: there the gradient flows to the tensor itself."""
+        aliases = {id(x): alias(x) for x in captured}
+        names = {name: aliases.get(id(x), x) for name, x in self._function.module_tensors.items()}
+        module_ids = {id(x) for x in self._function.module_tensors.values()}
+        others = [x for x in captured if id(x) not in module_ids]
+        module: Any = self._function.f
+
+        def run(*args: Any) -> Any:
+            with Substitution(others, [aliases[id(x)] for x in others]) if others else contextlib.nullcontext():
+                return torch.func.functional_call(module, names, args) if names else module(*args)
+
+        self._function.run = run
+        return [aliases[id(x)] for x in captured]
+
+
+class Linearisation:
+    """The Jacobians of f at one state, as products with seeds."""
+
+    def __init__(self, leaves: State, outputs: State, by: list[tuple[int, Tensor]], size: int) -> None:
+        self._leaves, self._by, self._size = leaves, by, size
+        self._sources = [i for i, x in enumerate(outputs) if x.requires_grad]
+        self._outputs = [outputs[i] for i in self._sources]
+
+    def by_state(self, seeds: State) -> list[Tensor | None]:
+        return list(self._products(seeds, self._leaves, keep_graph=True))
+
+    def by_inputs(self, seeds: State) -> list[Tensor | None]:
+        """The last product: the graph is gone afterwards."""
+        products: list[Tensor | None] = [None] * self._size
+        for (i, _), product in zip(self._by, self._products(seeds, [x for _, x in self._by], False), strict=True):
+            so_far = products[i]
+            products[i] = product if so_far is None else so_far if product is None else so_far + product
+        return products
+
+    def _products(self, seeds: State, targets: State, keep_graph: bool) -> Sequence[Tensor | None]:
+        if not self._outputs or not targets:
+            return [None] * len(targets)
+        # The seeds are copied: a hook in f may change its gradient in place.
+        given = [seeds[i].to(x.dtype, copy=True) for i, x in zip(self._sources, self._outputs, strict=True)]
+        return _run_engine(self._outputs, given, targets, keep_graph)
+
+
+def _run_engine(outputs: State, seeds: State, targets: State, keep_graph: bool) -> Sequence[Tensor | None]:
+    """What torch.autograd.grad calls, which spends 30 us on checks that cannot fail here."""
+    return _engine.run_backward(
+        tuple(outputs), tuple(seeds), keep_graph, False, tuple(targets), allow_unreachable=True, accumulate_grad=False
+    )
+
+
+def _equal(given: Tensor, seed: Tensor) -> bool:
+    """Also after a change that autograd does not count, unless a look would wait for the device."""
+    return not _device.can_look(seed) or torch.equal(given, seed.to(given.dtype))
+
+
+def _needs_alias(x: Tensor) -> bool:
+    """Whether a gradient by x itself would run something of the user's, or has become impossible."""
+    return bool(x._backward_hooks) or (not x.is_leaf and x.retains_grad) or not x.requires_grad

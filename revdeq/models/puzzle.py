@@ -1,0 +1,99 @@
+"""A model for puzzles: strings or images with a class to be found for every position, of whatever size.
+
+What one evaluation of f sees is local, so that what is far away arrives after many: a larger puzzle takes more steps,
+not more parameters. Replace f by a module f(z, x) of your own: PuzzleModel(block=MyBlock), where MyBlock(channels,
+dimensions) makes it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .blocks import checked_size
+from .equilibrium import Equilibrium, EquilibriumModel
+
+CONVOLUTIONS: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d}
+
+
+class PuzzleBlock(nn.Module):
+    """LN(z + W2 * ReLU(W1 * z + x)), with convolutions of 3 (or 3x3) positions. The norm is over the channels of a
+    position: one over positions would depend on the size of the puzzle."""
+
+    def __init__(self, channels: int, dimensions: int = 2) -> None:
+        super().__init__()
+        convolution = checked_convolution(dimensions)
+        self.conv1 = convolution(checked_size("channels", channels), channels, 3, padding=1)
+        self.conv2 = convolution(channels, channels, 3, padding=1)
+        self.norm = ChannelNorm(channels)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return self.norm(z + self.conv2(F.relu(self.conv1(z) + x)))
+
+
+class ChannelNorm(nn.Module):
+    """LayerNorm over the channels of (B, C, positions ...)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.movedim(1, -1), self.weight.shape, self.weight, self.bias).movedim(-1, 1)
+
+
+class PuzzleModel(EquilibriumModel):
+    """The equilibrium of a `PuzzleBlock` between two local maps: (B, features, positions ...) to logits
+    (B, positions ..., classes).
+
+    features: channels of the input.
+    dimensions: 1 for strings, 2 for images.
+    channels: of the block.
+    block: makes another f, from `channels` and `dimensions`.
+    max_steps, beta and other options: see `Equilibrium` and `revdeq.RevDEQ`.
+    """
+
+    def __init__(
+        self,
+        features: int = 3,
+        dimensions: int = 2,
+        channels: int = 32,
+        classes: int = 2,
+        block: Callable[[int, int], nn.Module] | None = None,
+        max_steps: int = 16,
+        beta: float = 0.8,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.encode = encoder(features, dimensions, channels)
+        f = block(channels, dimensions) if block else PuzzleBlock(channels, dimensions)
+        self.equilibrium = Equilibrium(f, max_steps=max_steps, beta=beta, **options)
+        self.classify = classifier(channels, classes)
+
+    def forward(self, puzzles: Tensor) -> Tensor:
+        return self.classify(self.equilibrium(self.encode(checked_puzzles(self.encode, puzzles))).movedim(1, -1))
+
+
+def encoder(features: int, dimensions: int, channels: int) -> nn.Module:
+    return checked_convolution(dimensions)(checked_size("features", features), channels, 3, padding=1)
+
+
+def classifier(channels: int, classes: int) -> nn.Module:
+    checked_size("classes", classes)
+    return nn.Sequential(nn.Linear(channels, channels), nn.ReLU(), nn.Linear(channels, classes))
+
+
+def checked_convolution(dimensions: int) -> Callable[..., nn.Module]:
+    if dimensions not in CONVOLUTIONS:
+        raise ValueError(f"dimensions = {dimensions!r} must be 1, for strings, or 2, for images")
+    return CONVOLUTIONS[dimensions]
+
+
+def checked_puzzles(encode: Any, puzzles: Tensor) -> Tensor:
+    dimensions, features = encode.weight.dim() - 2, encode.weight.shape[1]
+    if puzzles.dim() != dimensions + 2 or puzzles.shape[1] != features or 0 in puzzles.shape:
+        shape = f"(B, {features}, {'H, W' if dimensions == 2 else 'T'})"
+        raise ValueError(f"puzzles of shape {tuple(puzzles.shape)}: they must be a batch of shape {shape}")
+    return puzzles

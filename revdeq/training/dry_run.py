@@ -1,0 +1,142 @@
+"""What training a preset would take on a GPU, without one: `python -m revdeq train PRESET --dry-run`.
+
+Predicted, not measured. Nothing is computed: the model runs on the meta device, with one evaluation of f in place of
+each equilibrium, while its operations and what they save for the backward pass are counted.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..models import count_parameters
+from ..models.equilibrium import Equilibrium
+from . import data
+from .presets import Preset
+from .run import cross_entropy
+
+OPTIMISER_BYTES = 16
+"""Per parameter: itself, its gradient, and AdamW's two moments, in float32."""
+STATE_BYTES = 28
+"""Per element of z, beside f's own memory: see `revdeq.solve`."""
+USED = 0.4
+"""Of the published rate of multiplications; well-written training reaches about this."""
+
+
+class Gpu(NamedTuple):
+    """memory in GB, and published rates of dense multiplication in TFLOP/s, of float32 and of bfloat16."""
+
+    name: str
+    memory: int
+    float32: float
+    bfloat16: float
+
+
+GPUS = (Gpu("RTX 4090", 24, 82.6, 165.2), Gpu("A100", 40, 19.5, 312.0), Gpu("H100", 80, 66.9, 989.4))
+
+
+class Count(NamedTuple):
+    """Of an update with some number of examples.
+
+    operations: in the forward and the backward pass. activations: bytes that both passes share. states: bytes of the
+    solver's own.
+    """
+
+    operations: float
+    activations: int
+    states: int
+
+
+class Prediction(NamedTuple):
+    parameters: int
+    fixed: int
+    one: Count
+
+    def memory(self, batch: int) -> int:
+        """In bytes; every example takes as much."""
+        return self.fixed + batch * (self.one.activations + self.one.states)
+
+    def largest_batch(self, gpu: Gpu) -> int:
+        return max(0, int((gpu.memory * 1e9 - self.fixed) // (self.one.activations + self.one.states)))
+
+    def seconds(self, batch: int, gpu: Gpu, autocast: str | None) -> float:
+        rate = gpu.float32 if autocast is None else gpu.bfloat16
+        return batch * self.one.operations / (USED * rate * 1e12)
+
+
+def predicted(preset: Preset) -> Prediction:
+    batch, shapes = data.example(preset.data, preset.settings)
+    with torch.device("meta"):
+        model = preset.build(**shapes)
+    parameters = count_parameters(model)
+    counted = _counted(model, batch.inputs.to("meta"), batch.targets.to("meta"))
+    return Prediction(parameters, OPTIMISER_BYTES * parameters, counted)
+
+
+def report(preset: Preset) -> str:
+    """A table for people."""
+    training, found = preset.training, predicted(preset)
+    batch, gigabytes = training.batch, found.memory(training.batch) / 1e9
+    quoted = f" ({preset.quoted} quoted)" if preset.quoted else ""
+    precision = training.autocast or "float32"
+    operations = batch * found.one.operations / 1e12
+    fixed, activations, states = (
+        f"{n / 1e9:.3g}" for n in (found.fixed, batch * found.one.activations, batch * found.one.states)
+    )
+    lines = [
+        f"{preset.name}: {found.parameters:,} parameters{quoted}. Predicted, not measured:",
+        f"  an update of {batch} examples takes {operations:.3g} TFLOP and {gigabytes:.3g} GB: {fixed} for parameters,",
+        f"  gradients and AdamW, {activations} for what one evaluation of each f and the rest of the model save, and "
+        f"{states} for the solver.",
+        f"  {'GPU':18}{'largest batch':>14}{f'{batch} examples':>16}{'per update':>14}   "
+        f"({precision}, {USED:.0%} of the published rate)",
+    ]
+    for gpu in GPUS:
+        largest, seconds = found.largest_batch(gpu), found.seconds(batch, gpu, training.autocast)
+        fits = "fit" if largest >= batch else f"need {math.ceil(gigabytes / gpu.memory)} GPUs"
+        lines.append(f"  {f'{gpu.name}, {gpu.memory} GB':18}{largest:>14,}{fits:>16}{seconds:>12.3g} s")
+    return "\n".join(lines)
+
+
+def _counted(model: nn.Module, inputs: Tensor, targets: Tensor) -> Count:
+    saved: dict[int, Tensor] = {}
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+    repeated = states = 0
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in parameters:
+            saved[storage._cdata] = x  # kept alive, so that no other storage has its address
+        return x
+
+    def once(layer: Equilibrium, x: Tensor) -> Tensor:
+        nonlocal repeated, states
+        with FlopCounterMode(display=False) as counter:
+            z = layer.f(torch.zeros_like(x), x)
+        # An evaluation in the forward pass is repeated in the backward pass, and its gradients take twice as much. One
+        # of the 2 N is counted with the rest of the model, three times.
+        repeated += (4 * 2 * layer.max_steps - 3) * counter.get_total_flops()
+        states += STATE_BYTES * x.numel()
+        return z
+
+    with _replaced(once), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        with FlopCounterMode(display=False) as counter:
+            logits = model(inputs)
+            cross_entropy(logits, targets)
+    activations = sum(x.untyped_storage().nbytes() for x in saved.values())
+    # The largest tensor beside them is the gradient of the logits.
+    return Count(3 * counter.get_total_flops() + repeated, activations + 4 * logits.numel(), states)
+
+
+@contextmanager
+def _replaced(forward: Callable[[Equilibrium, Tensor], Tensor]) -> Iterator[None]:
+    before = Equilibrium.forward
+    Equilibrium.forward = forward  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Equilibrium.forward = before  # type: ignore[method-assign]

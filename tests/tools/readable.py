@@ -1,0 +1,96 @@
+"""Whether a matplotlib figure can be read, measured on the figure as it is drawn."""
+
+import itertools
+
+import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.text import Text
+
+LIGHT, DARK = "#ffffff", "#0d1117"
+"""The pages that pictures stand on: paper, and GitHub's dark theme."""
+
+
+def complaints(figure, page=LIGHT):
+    """What a reader would complain about, in words; nothing, if the figure is readable.
+
+    Panels are too small, something reaches beyond the figure, labels lie on each other, a legend lies on what is
+    drawn, or text has the page's colour.
+    """
+    FigureCanvasAgg(figure).draw()
+    return [*_small_panels(figure), *_outside(figure), *_collisions(figure), *_covered(figure), *_faint(figure, page)]
+
+
+def _panels(figure):
+    return [axes for axes in figure.axes if axes.get_visible() and axes.axison]
+
+
+def _small_panels(figure):
+    columns = max(axes.get_subplotspec().get_gridspec().ncols for axes in _panels(figure))
+    for axes in _panels(figure):
+        box = axes.get_window_extent()
+        share = box.width / figure.bbox.width, box.height / figure.bbox.height
+        if share[0] < 2 / 3 / columns or share[1] < 1 / 3:
+            yield f"the panel {_name(axes)} has {share[0]:.0%} of the figure's width and {share[1]:.0%} of its height"
+
+
+def _outside(figure):
+    for axes in _panels(figure):
+        box = axes.get_tightbbox()
+        if box.x0 < -1 or box.y0 < -1 or box.x1 > figure.bbox.x1 + 1 or box.y1 > figure.bbox.y1 + 1:
+            yield f"the panel {_name(axes)} reaches beyond the figure"
+
+
+def _tick_labels(axis):
+    """Those in view, which are not all that there are."""
+    low, high = sorted(axis.get_view_interval())
+    ticks = itertools.chain(axis.get_major_ticks(), axis.get_minor_ticks())
+    shown = [tick.label1 for tick in ticks if low <= tick.get_loc() <= high]
+    return [label for label in shown if label.get_visible() and label.get_text()]
+
+
+def _collisions(figure):
+    """Among the labels of an axis, and of those with the titles of their panel."""
+    for axes in _panels(figure):
+        titles = [axes.xaxis.label, axes.yaxis.label, axes.title]
+        ticks = [label for axis in (axes.xaxis, axes.yaxis) for label in _tick_labels(axis)]
+        texts = [*ticks, *(title for title in titles if title.get_text() and title.get_visible())]
+        for a, b in itertools.combinations(texts, 2):
+            if a.get_window_extent().overlaps(b.get_window_extent()):
+                yield f"{a.get_text()!r} and {b.get_text()!r} of the panel {_name(axes)} lie on each other"
+
+
+def _covered(figure):
+    legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes if axes.get_legend())]
+    for legend, axes in itertools.product(legends, _panels(figure)):
+        box = legend.get_window_extent()
+        if not box.overlaps(axes.get_window_extent()):
+            continue
+        for artist in (*axes.lines, *axes.patches):
+            path = artist.get_transform().transform_path(artist.get_path()).cleaned(remove_nans=True)
+            if len(path.vertices) and path.intersects_bbox(box, filled=artist in axes.patches):
+                yield f"a legend lies on {artist.get_label()!r} of the panel {_name(axes)}"
+
+
+def _faint(figure, page):
+    for text in figure.findobj(Text):
+        if text.get_visible() and text.get_text().strip() and _contrast(text.get_color(), page) < 3:
+            yield f"{text.get_text()!r} can hardly be seen on {page}"
+
+
+def _contrast(a, b):
+    """As the accessibility guidelines define it: 1 is none, 21 is black on white."""
+
+    def luminance(colour):
+        parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+    dark, light = sorted((luminance(a), luminance(b)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _name(axes):
+    return repr(axes.get_title() or axes.get_ylabel() or axes.get_xlabel())
+
+
+matplotlib.use("Agg")

@@ -1,0 +1,67 @@
+"""Predictions for a GPU, compared with what can be counted on the CPU."""
+
+import sys
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from revdeq import __main__
+from revdeq._device import peak_memory
+from revdeq.models import Equilibrium
+from revdeq.training import data, dry_run
+from revdeq.training.presets import PRESETS, configured
+from revdeq.training.run import cross_entropy
+
+pytest.importorskip("tiktoken", reason="needs revdeq[train]")
+BATCH = 8
+SMALL = {"wikitext2-tiny": {"d": 64, "vocabulary": 500}, "cifar10-tiny": {}, "maze-tiny": {"max_steps": 6}}
+
+
+def update(preset, **more):
+    batch, shapes = data.example(preset.data, preset.settings)
+    inputs, targets = (x.expand(BATCH, *x.shape[1:]).contiguous() for x in batch[:2])
+    model = preset.changed(more).build(**shapes)
+    return lambda: cross_entropy(model(inputs), targets).backward()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_operations_are_those_of_a_checkpointed_update(name):
+    """Which evaluates f again in the backward pass, too. The first layer has no gradient of its input to compute: a
+    tenth. (The fused attention of CPUs is not counted.)"""
+    preset = configured(name, SMALL[name])
+    more = {"solver": "checkpointed", "state": "float64"}
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        update(preset, **more)()
+    predicted = dry_run.predicted(preset).one.operations * BATCH
+    assert predicted == pytest.approx(counter.get_total_flops(), rel=0.1)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_memory_is_what_an_update_allocates(name):
+    """Within a half: temporaries are not counted, and of several equilibria all are, which do not run at once."""
+    preset = configured(name, {**SMALL[name], "batch": BATCH})
+    run = update(preset)
+    run()
+    found = dry_run.predicted(preset)
+    predicted = BATCH * (found.one.activations + found.one.states)
+    assert 0.5 < predicted / peak_memory(run) < 1.5
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_predicted(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["revdeq", "train", name, "--dry-run"])
+    before = Equilibrium.forward
+    assert __main__.main() == 0
+    said = capsys.readouterr().out
+    assert f"{dry_run.predicted(PRESETS[name]).parameters:,} parameters" in said and "H100, 80 GB" in said
+    assert Equilibrium.forward is before
+    assert torch.get_default_device() == torch.device("cpu")
+
+
+def test_a_batch_that_does_not_fit(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["revdeq", "train", "wikitext103-94m", "--dry-run", "--set", "batch=100"])
+    assert __main__.main() == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "GB " in line and "," in line]
+    assert ["need 2 GPUs" in lines[-3], "fit" in lines[-2], "fit" in lines[-1]] == [True] * 3

@@ -1,0 +1,110 @@
+"""The tables of bench/evidence.py: which trainings are left, and rows that are refused."""
+
+import copy
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="needs revdeq[train]")
+
+import evidence
+import evidence_report
+
+
+def done(tasks, validation=None):
+    """Tables as after these trainings."""
+    rows, curves, probes = [], [], []
+    for i, task in enumerate(tasks):
+        metric = str(validation(task) if validation else 0.5)
+        row = dict.fromkeys(evidence.ROW, "1")
+        row |= {**task.key, "run": f"{task.name} {i}", "edition": str(evidence.EDITION), "command": task.written}
+        rows.append({**row, "metric": "accuracy", "validation": metric, "test": metric})
+        for update in (task.updates // 2, task.updates):
+            curve = dict.fromkeys(evidence.CURVE, "1.0")
+            curves.append({**curve, "run": row["run"], "update": str(update), "metric": metric})
+        study = evidence.STUDIES[task.study]
+        probes += [
+            {"run": row["run"], "size": str(size), "max_steps": str(depth), "solved": "0.25"}
+            for size in study.sizes
+            for depth in study.depths
+        ]
+    return rows, curves, probes
+
+
+def test_the_other_seeds_have_the_learning_rate_that_was_best():
+    first = list(evidence.tasks(["image"], 3, None, []))
+    assert {task.seed for task in first} == {0} and {task.lr for task in first} == {3e-3, 6e-3, 1.2e-2}
+    rows, *_ = done(first, lambda task: 1 - abs(task.lr - 6e-3))
+    later = [task for task in evidence.tasks(["image"], 3, None, rows) if task.seed]
+    assert {task.lr for task in later} == {6e-3} and len(later) == 2 * len(first) / 3
+    assert {task.seed for task in evidence.tasks(["states"], 3, None, [])} == {0}
+
+
+def test_a_report_of_whole_runs(tmp_path):
+    tables = done(list(evidence.tasks(["image", "states", "prefix"], 1, None, [])))
+    assert not evidence_report.problems(*tables)
+    for name, columns, rows in zip(
+        ("runs", "curves", "probes"), (evidence.ROW, evidence.CURVE, evidence.PROBE), tables, strict=True
+    ):
+        evidence.append(tmp_path / f"{name}.csv", columns, rows)
+    evidence_report.report(tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert "| 0.003 of 3 tried |" in page and "| N = 160 |" in page
+    assert (tmp_path / "prefix.png").exists() and (tmp_path / "states.png").exists()
+
+
+def twice(rows, curves, probes):
+    rows.append({**rows[0], "run": "again"})
+    curves += [{**made, "run": "again"} for made in curves if made["run"] == rows[0]["run"]]
+
+
+def spliced(rows, curves, probes):
+    curves.insert(1, {**curves[0], "update": "1"})
+
+
+def cut_off(rows, curves, probes):
+    del curves[1]
+
+
+def of_another_run(rows, curves, probes):
+    curves[1]["metric"] = "0.7"
+
+
+def left_over(rows, curves, probes):
+    probes.append({"run": "gone", "size": "16", "max_steps": "5", "solved": "1"})
+
+
+def another_edition(rows, curves, probes):
+    rows[0]["edition"] = "1"
+
+
+def other_settings(rows, curves, probes):
+    rows[0]["command"] = rows[0]["command"].replace("updates=312", "updates=312 --set beta=0.5")
+
+
+def no_such_variant(rows, curves, probes):
+    rows[0]["label"] = "reversible, 7 evaluations"
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (twice, "has 2 rows: keep one run of it"),
+        (spliced, "is spliced: its curve goes back in time"),
+        (cut_off, "is spliced: its curve does not end where its row does"),
+        (of_another_run, "is spliced: its curve does not end where its row does"),
+        (left_over, "gone has no row"),
+        (another_edition, "is stale: of edition 1"),
+        (other_settings, "is stale: the command is now"),
+        (no_such_variant, "is stale: there is no such variant any more"),
+    ],
+)
+def test_rows_of_stale_or_spliced_runs_are_refused(damage, message, tmp_path):
+    tables = copy.deepcopy(done(list(evidence.tasks(["image"], 1, None, []))))
+    damage(*tables)
+    for name, columns, rows in zip(
+        ("runs", "curves", "probes"), (evidence.ROW, evidence.CURVE, evidence.PROBE), tables, strict=True
+    ):
+        evidence.append(tmp_path / f"{name}.csv", columns, rows)
+    with pytest.raises(SystemExit, match=message):
+        evidence_report.report(tmp_path)
+    assert not (tmp_path / "README.md").exists()
