@@ -122,7 +122,9 @@ def puzzle_variants(name):
         channels = PuzzleNet.sized(parameters, depth=2 * middle, **shapes).classify[0].in_features
     yield f"reversible, N = {fewest} to {most}", {}
     yield f"reversible, N = {middle}", {"max_steps": middle}
-    yield "classical (torchdeq, IFT)", {"solver": "torchdeq", "state": "float64"}
+    yield f"the last three steps' gradient, N = {middle}", {"max_steps": middle, "backward_steps": 3}
+    yield f"the last step's gradient, N = {middle}", {"max_steps": middle, "backward_steps": 1}
+    yield "classical (torchdeq, IFT)", {"solver": "torchdeq"}
     explicit = {"model": "puzzle-net", "depth": 2 * middle}
     yield f"explicit, {2 * middle} blocks, the same parameters", {**explicit, "channels": channels}
     yield f"explicit, {2 * middle} blocks, the same compute", explicit

@@ -6,6 +6,7 @@ source, and fails where no row has it.
 
 import ast
 import contextlib
+import importlib
 import importlib.util
 import inspect
 import pickle
@@ -21,8 +22,8 @@ from torch.autograd import forward_ad
 
 import revdeq
 from revdeq import kernels
-from revdeq.examples import ddp
-from revdeq.kernels import backends, cpu, exact, operators
+from revdeq.examples import ddp, needs
+from revdeq.kernels import Radix, backends, cpu, operators, reference_exact
 from revdeq.models import LanguageModel, MultiScale, PuzzleModel, SingleScale, Transformer
 from revdeq.training import checkpoint, data, record
 from revdeq.training.checkpoint import CheckpointError
@@ -257,9 +258,8 @@ def lossy(**settings):
 
 
 def no_room():
-    half_step = exact.HalfStep(
-        torch.zeros(2**20, dtype=torch.int64), torch.zeros(2**20), exact.Radix.nearest(0.9, 24), 64
-    )
+    steps = [Radix.nearest(0.9, 24)] * 64
+    half_step = reference_exact.HalfStep(torch.zeros(2**20, dtype=torch.int64), torch.zeros(2**20), steps)
     with mock.patch.object(torch, "empty_like", side_effect=RuntimeError("not enough memory")):
         half_step.make_room()
 
@@ -289,10 +289,10 @@ BACKWARD = [
 ]  # fmt: skip
 
 
-def relax(state=None, f=None, copy=None, beta=0.5):
+def relax(state=None, f=None, copy=None, beta=0.5, gamma=1.0):
     default = torch.zeros(4)
     state = default.double() if state is None else state
-    return lambda: operators.relax(state, default if f is None else f, default if copy is None else copy, beta)
+    return lambda: operators.relax(state, default if f is None else f, default if copy is None else copy, beta, gamma)
 
 
 def invert_adjoint(adjoint, vjp):
@@ -300,18 +300,20 @@ def invert_adjoint(adjoint, vjp):
     return lambda: operators.invert_adjoint(state, copy, copy.clone(), adjoint, vjp, 0.5)
 
 
-def forced(name, device="cpu", **missing):
+def other_chunks():
+    with mock.patch.object(cpu, "LANES", 128):
+        cpu.load(cpu.library._name)
+
+
+def forced(name, device="cpu", missing=False, trouble=""):
     def run():
         with contextlib.ExitStack() as stack:
-            for module, attribute in missing.values():
-                stack.enter_context(mock.patch.object(module, attribute, None))
-            if name == "cpu" and not missing:
-                stack.enter_context(mock.patch.object(cpu, "library", mock.Mock()))
-            if name == "triton" and not missing:
-                gpu = mock.Mock(runs_on=lambda device: False)
-                stack.enter_context(mock.patch.object(backends, "gpu", gpu))
+            library = None if missing else mock.Mock()
+            gpu = None if missing else mock.Mock(runs_on=lambda device: False)
+            stack.enter_context(mock.patch.multiple(cpu, library=library, trouble=trouble))
+            stack.enter_context(mock.patch.dict(backends.TRITON.states, float64=gpu))
             stack.enter_context(kernels.backend(name))
-            kernels.half_step(torch.device(device))
+            kernels.half_step_for(torch.device(device))
 
     return run
 
@@ -328,6 +330,12 @@ KERNELS = [
     ("f of integers", relax(f=torch.zeros(4).long()), TypeError, f"f is torch.int64: {REAL}"),
     ("beta is 1", relax(beta=1.0), ValueError,
      "beta is 1.0: it must be in (0, 2) and not 1, where the step has no inverse"),
+    ("gamma is 2", relax(gamma=2.0), ValueError,
+     "gamma is 2.0: it must be in (0, 2), where 1 is the paper's iteration"),
+    ("gamma without what f read", relax(gamma=1.3), ValueError,
+     "read is None: where gamma is not 1 it must be what f was given"),
+    ("a library of another version", other_chunks, OSError,
+     "… has chunks of 16 rows of 256 lanes, not of 16 of 128"),
     ("another layout", relax(torch.zeros(2, 3).double(), torch.zeros(2, 3), torch.zeros(3, 2).t()), ValueError,
      "copy has strides (1, 2): it must be laid out like state, (3, 1)"),
     ("gaps in the state", relax(torch.zeros(8).double()[::2]), ValueError,
@@ -343,12 +351,14 @@ KERNELS = [
      "adjoint has strides (1, 2): it must be laid out like state, (3, 1)"),
     ("an unknown backend", forced("cuda"), ValueError,
      "backend(name) is 'cuda': expected one of 'triton', 'cpu', 'reference'"),
-    ("no compiler", forced("cpu", missing=(cpu, "library")), RuntimeError,
+    ("no compiler", forced("cpu", missing=True), RuntimeError,
      "backend 'cpu' is forced, but the C kernel was not built: install a C compiler and reinstall revdeq"),
+    ("another library", forced("cpu", missing=True, trouble="no symbol"), RuntimeError,
+     "backend 'cpu' is forced, but the C kernel cannot be loaded (no symbol): reinstall revdeq, which builds it"),
     ("C on another device", forced("cpu", "meta"), RuntimeError,
      "backend 'cpu' is forced, but it cannot run on meta tensors: move them to the CPU"),
-    ("no Triton", forced("triton", missing=(backends, "gpu")), RuntimeError,
-     "backend 'triton' is forced, but Triton is not installed: `pip install triton` (Linux)"),
+    ("no Triton", forced("triton", missing=True), RuntimeError,
+     "backend 'triton' is forced, but Triton is not installed: install it with `pip install triton` (Linux)"),
     ("Triton without a GPU", forced("triton"), RuntimeError,
      "backend 'triton' is forced, but it cannot run on cpu tensors: move them to a GPU, or set TRITON_INTERPRET=1 "
      "before revdeq is imported"),
@@ -419,11 +429,23 @@ MODELS = [
 ]  # fmt: skip
 
 
+def an_example_without_extras():
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        needs("sklearn", "torchdeq")
+
+
+def reloaded_without_torchdeq():
+    with mock.patch.dict("sys.modules", {"torchdeq": None}):
+        importlib.reload(revdeq.torchdeq)
+
+
 def core(call=None, **settings):
     return lambda: (call or (lambda deq: None))(torchdeq.get_deq(core="reversible", **settings))
 
 
 TORCHDEQ = [
+    ("torchdeq is not installed", reloaded_without_torchdeq, ModuleNotFoundError,
+     "revdeq.torchdeq needs torchdeq: pip install 'revdeq[torchdeq]'"),
     ("fewer than no evaluations", core(f_max_iter=-2), ValueError,
      "f_max_iter = -2 must be a number of evaluations of f, 0 or more"),
     ("a tolerance below zero", core(f_tol=-1.0), ValueError,
@@ -460,6 +482,8 @@ SETTINGS = [
      "seed=99999999999999999999: it must be below 2**63"),
     ("an unknown device", lambda: Processes("tpu0"), SettingError,
      "--device tpu0: it must be cpu, or cuda or cuda:1 where there is such a GPU"),
+    ("an example without its extras", an_example_without_extras, SystemExit,
+     "This example needs sklearn, torchdeq: pip install 'revdeq[demo,torchdeq]'"),
     ("an example without torchrun", ddp.main, SystemExit,
      "start it with torchrun: torchrun --nproc-per-node 2 -m revdeq.examples.ddp"),
     ("a device that is not there", lambda: Processes("cuda:77"), SettingError,

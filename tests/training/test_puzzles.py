@@ -66,6 +66,14 @@ def test_a_puzzle_of_no_size_is_named():
     for make, wrong in ((PrefixSums, 1), (PrefixSums, 2.5), (Mazes, True)):
         with pytest.raises(DataError, match=f"={wrong}: it must be an integer of at least 2"):
             make(wrong)
+    with pytest.raises(DataError, match="longest_of=0: it must be an integer of at least 1"):
+        Mazes(4, longest_of=0)
+
+
+def test_a_training_may_prefer_long_paths():
+    mazes = Mazes(4, longest_of=8)
+    long, fair = (mazes.made(50, torch.Generator().manual_seed(0), training)[1] for training in (True, False))
+    assert long.sum() > 1.5 * fair.sum() and torch.equal(fair, Mazes(4).made(50, torch.Generator().manual_seed(0))[1])
 
 
 def test_a_model_reads_puzzles_of_every_size():
