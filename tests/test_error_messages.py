@@ -667,6 +667,9 @@ ELSEWHERE = ("training/test_data.py", "training/test_train.py", "cli/test_comman
 WITH_TRAINING = ("cli", "training")
 
 UNSEEN = {
+    "f draws random numbers (…) while a graph is recorded, and torch … cannot repeat a draw there, which the backward "
+    "pass has to: use torch 2.10 or later, or call .eval() on the layers of f that drop out, or solve outside of the "
+    "graph": "needs a GPU: test_gpu_host.py",
     "… is a …, which holds other tensors: solve for those": "needs a tensor subclass: test_inside_f.py",
     "the C kernel cannot be loaded, and PyTorch's slower operations run instead: reinstall revdeq (…)":
         "needs a broken library",

@@ -27,7 +27,7 @@ class Machine:
         if len(padded) != len(program.parameters):
             raise EmulationError(f"{len(arguments)} arguments for {len(program.parameters) - 2} parameters")
         self.parameters = {
-            name: np.array([value], DTYPES[kind])
+            name: _argument(value, DTYPES[kind])
             for (name, kind), value in zip(program.parameters.items(), padded, strict=True)
         }
         self.values = {name: np.zeros(everyone.size, _bits(DTYPES[kind])) for name, kind in program.registers.items()}
@@ -80,12 +80,21 @@ class Machine:
         return np.full(threads.size, _constant(operand, dtype))
 
     def write(self, register: str, value: np.ndarray, threads: np.ndarray) -> None:
+        if register == "_":  # the half of a register that nobody needs
+            return
         if register not in self.values:
             raise EmulationError(f"{register} is not a register")
         if self.values[register].itemsize != value.itemsize:
             raise EmulationError(f"register {register} is not of the size of what is written to it")
         self.values[register][threads] = value.view(self.values[register].dtype)
         self.written[register][threads] = True
+
+
+def _argument(value: int | float, dtype: np.dtype) -> np.ndarray:
+    """A number as a kernel is given it. Of an integer PTX knows the size, and not whether it has a sign."""
+    if isinstance(value, int) and dtype.kind == "u":
+        value &= (1 << 8 * dtype.itemsize) - 1
+    return np.array([value], dtype)
 
 
 def _bits(dtype: np.dtype) -> np.dtype:
