@@ -58,7 +58,7 @@ def chosen(rows):
 
 
 def report(results):
-    rows, curves, probes = (table(results / f"{name}.csv") for name in ("runs", "curves", "probes"))
+    rows, curves, probes, memory = (table(results / f"{name}.csv") for name in ("runs", "curves", "probes", "memory"))
     if found := problems(rows, curves, probes):
         raise SystemExit("\n".join(["the tables cannot be reported as they are:", *sorted(found)]))
     lines = [MADE, "", "± is the deviation between seeds.", ""]
@@ -68,7 +68,7 @@ def report(results):
         if not ours:
             continue
         lines += [f"## {name}", ""]
-        lines += puzzle_lines(name, ours, probes) if study.sizes else score_lines(name, ours)
+        lines += puzzle_lines(name, ours, probes, memory) if study.sizes else score_lines(name, ours)
         lines += [f"![{name}]({name}.png)", "", "```"]
         lines += [*dict.fromkeys(row["command"] for row in ours if row["seed"] == "0"), "```", ""]
         lines += plotted(results, name, ours, curves, probes)
@@ -104,7 +104,7 @@ def solved(group, probes, size, depth):
     ]
 
 
-def puzzle_lines(name, ours, probes):
+def puzzle_lines(name, ours, probes, memory):
     study = STUDIES[name]
     yield f"Solved, of {study.size}: the mean over seeds, and where they differ, the smallest and the largest."
     yield ""
@@ -118,6 +118,14 @@ def puzzle_lines(name, ours, probes):
                 low, high = min(values), max(values)
                 cells.append(f"{statistics.mean(values):.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else ""))
             yield f"| {label} | {len(group)} | {int(group[0]['parameters']):,} | {size} | {' | '.join(cells)} |"
+    for solver in ("reversible", "stored"):
+        ours = {
+            row["max_steps"]: int(row["bytes"]) for row in memory if (row["study"], row["solver"]) == (name, solver)
+        }
+        if ours:
+            what = "the reversible solver" if solver == "reversible" else "a stored graph"
+            cells = [f"{ours[str(depth)] / 2**20:.1f} MiB" for depth in study.depths]
+            yield f"| memory of an update by {what} | | | {study.sizes[0]} | {' | '.join(cells)} |"
     yield ""
 
 
