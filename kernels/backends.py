@@ -53,7 +53,7 @@ class Backend:
 def _no_triton() -> Trouble | None:
     if TRITON.states["float64"] is not None:
         return None
-    return Trouble("Triton is not installed", "`pip install triton` (Linux)")
+    return Trouble("Triton is not installed", "install it with `pip install triton` (Linux)")
 
 
 def _not_for_triton(device: torch.device) -> Trouble | None:

@@ -23,7 +23,7 @@ from . import half_step
 from .half_step import LANES, Coefficients, Linear
 
 THREADS = LANES // 2
-RELAX_BLOCK, INVERT_BLOCK, ADJOINT_BLOCK = 1024, 1024, 512
+RELAX_BLOCK, INVERT_BLOCK = 1024, 512
 """As many elements as keep to 32 registers or so, with which a multiprocessor is full of threads."""
 
 
@@ -113,7 +113,9 @@ def _store_sums(p_partial, chunk, b_first, b_second, LANES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n", "a", "b", "c"])
-def _relax_norms_kernel(p_state, p_f, p_read, p_copy, p_partial, n, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr):
+def _relax_norms_kernel(
+    p_state, p_f, p_read, p_copy, p_partial, n, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr
+):
     chunk = tl.program_id(0).to(tl.int64)
     start = chunk * (ROWS * LANES)
     p_state += start
@@ -305,7 +307,7 @@ class HalfStep(half_step.HalfStep):
         seed = other if adjoint_step.c else None
         tensors = self.in_order(f), self._read(self.copy, step), self.copy, adjoint, self.in_order(vjp), seed
         numbers = self.state.numel(), *self._bits(step), *self._adjoint_bits(adjoint_step)
-        launch(_invert_kernel, self._warps, ADJOINT_BLOCK, self.state, *tensors, *numbers)
+        launch(_invert_kernel, self._warps, INVERT_BLOCK, self.state, *tensors, *numbers)
 
     def invert_compare(
         self,

@@ -8,10 +8,10 @@ A half-step and its inverse are one function, with p and d exchanged:
     T = sign (from Y + e) + weight F
     Y = floor(T / to), R = R to + (T mod to)
 
-`from` and `to` are arguments, so that no beta is compiled for, and to divide by them is to multiply by their
-reciprocals. With m = floor(2^63 / n) + 1 the quotient floor(x / n) is floor(x m / 2^63) for all 0 <= x < 2^63 / n:
-m n exceeds 2^63 by e, 0 < e <= n, so that x m / 2^63 exceeds x / n by x e / (2^63 n) < 1 / n, and the next integer is
-at least 1 / n away. Here n <= 64 and x < 2^48.
+`from` and `to` are arguments, so that no beta is compiled for. To divide by such an n <= 64 is to multiply by its
+reciprocal m = floor(2^31 / n) + 1: floor(x / n) = floor(x m / 2^31) for 0 <= x < n 2^19. For m n exceeds 2^31 by
+e <= n, so that x m / 2^31 exceeds x / n by x e / (2^31 n) < n e / (2^12 n) <= 1 / n, and the next integer is at least
+1 / n away. A longer number is divided in two digits, of which the lower has 19 bits.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from . import gpu, reference_exact
 from .half_step import LANES, Linear
 from .radix import Radix
 
-RELAX_BLOCK, INVERT_BLOCK, ADJOINT_BLOCK = 512, 512, 512
+BLOCK = 512
 
 
 @triton.jit
@@ -76,25 +76,24 @@ def _store_decoded(p_copy, b_y, m_x, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _quotient(b_x, reciprocal):
-    """floor(x / n) for 0 <= x < 2^48."""
-    b_twice = (b_x << 1).to(tl.uint64)
-    return tl.umulhi(b_twice, tl.zeros_like(b_twice) + reciprocal.to(tl.uint64, bitcast=True)).to(tl.int64)
+def _divided(b_x, n, by):
+    """Quotient and remainder of 0 <= x < 2^41 by n, in 32-bit arithmetic but for the ends."""
+    b_high = (b_x >> 19).to(tl.uint32)
+    b_first = tl.umulhi(b_high * 2, by)
+    b_low = ((b_high - b_first * n) << 19) | (b_x.to(tl.uint32) & 0x7FFFF)
+    b_second = tl.umulhi(b_low * 2, by)
+    return (b_first.to(tl.int64) << 19) + b_second.to(tl.int64), b_low - b_second * n
 
 
 @triton.jit
-def _floor_quotient(b_x, n, reciprocal):
-    """floor(x / n) for -2^40 <= x / n < 2^40."""
-    return _quotient(b_x + (n.to(tl.int64) << 40), reciprocal) - 1099511627776
-
-
-@triton.jit
-def _stepped(b_y, b_r, b_number, start, to, sign, weight, by_start, by_to):
-    """Y and R after a half-step, or after its inverse."""
-    b_rest = _quotient(b_r, by_start)
-    b_t = (sign * start) * b_y + sign * (b_r - b_rest * start) + weight * b_number
-    b_next = _floor_quotient(b_t, to, by_to)
-    return b_next, b_rest * to + (b_t - b_next * to)
+def _stepped(b_state, b_r, b_number, start, to, sign, weight, by_start, by_to):
+    """Y and R after a half-step, or after its inverse. Y is right if its magnitude is below 2^34."""
+    n = start.to(tl.uint32, bitcast=True)
+    m = to.to(tl.uint32, bitcast=True)
+    b_rest, b_e = _divided(b_r, n, by_start.to(tl.uint32, bitcast=True))
+    b_t = (sign * start) * (b_state >> 32) + sign * b_e.to(tl.int64) + weight * b_number
+    b_next, b_remainder = _divided(b_t + (to.to(tl.int64) << 34), m, by_to.to(tl.uint32, bitcast=True))
+    return b_next - 17179869184, (b_rest.to(tl.uint32) * m + b_remainder).to(tl.int64)
 
 
 @triton.jit
@@ -112,13 +111,13 @@ def _relax_block(
         tl.store(p_spill + o_x, b_r.to(tl.int32), mask=m_x)
         b_r = b_r * 0
     b_number, b_fits = _integer(_mixed(b_f, b_read, gamma, rest), SCALE)
-    b_next, b_r = _stepped(b_y, b_r, b_number, start, to, sign, weight, by_start, by_to)
+    b_next, b_r = _stepped(b_state, b_r, b_number, start, to, sign, weight, by_start, by_to)
     tl.store(p_state + o_x, (b_next << 32) | b_r, mask=m_x)
     _store_decoded(p_copy + o_x, b_next, m_x, UNIT)
     b_fits = b_fits & (b_next >= -2147483648) & (b_next < 2147483648)
     # Only where something is wrong is there anything to store; of several in a lane, any will do.
     b_bits = tl.maximum(gpu._magnitude_bits(b_f), 1)
-    tl.store(p_alarm + o_lane, b_bits, mask=b_fits == 0)
+    tl.store(p_alarm + (o_x * 0 + o_lane), b_bits, mask=b_fits == 0)
     return b_y, b_next
 
 
@@ -140,15 +139,16 @@ def _relax_kernel(
         p_read += first
     if p_spill is not None:
         p_spill += first
-    o_x = gpu._offsets(BLOCK)
+    o_lane = gpu._offsets(LANES)[None, :]
+    o_x = tl.arange(0, BLOCK // LANES)[:, None] * LANES + o_lane
     if first + BLOCK <= n:
         _relax_block(
-            p_state, p_f, p_read, p_copy, p_spill, p_alarm, o_x, o_x % LANES, None,
+            p_state, p_f, p_read, p_copy, p_spill, p_alarm, o_x, o_lane, None,
             start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT,
         )  # fmt: skip
     else:
         _relax_block(
-            p_state, p_f, p_read, p_copy, p_spill, p_alarm, o_x, o_x % LANES, o_x < n - first,
+            p_state, p_f, p_read, p_copy, p_spill, p_alarm, o_x, o_lane, o_x < n - first,
             start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT,
         )  # fmt: skip
 
@@ -220,7 +220,7 @@ def _invert_block(
         b_other = None if p_other is None else _load(p_other + o_x, m_x)
         tl.store(p_adjoint + o_x, gpu._updated(b_adjoint, b_vjp, b_other, adjoint_a, adjoint_b, adjoint_c), mask=m_x)
     b_number, _ = _integer(_mixed(b_f, b_read, gamma, rest), SCALE)
-    b_y, b_r = _stepped(b_state >> 32, b_state & 0xFFFFFFFF, b_number, start, to, sign, weight, by_start, by_to)
+    b_y, b_r = _stepped(b_state, b_state & 0xFFFFFFFF, b_number, start, to, sign, weight, by_start, by_to)
     if b_spill is not None:
         b_r = b_spill.to(tl.int64) & 0xFFFFFFFF
     tl.store(p_state + o_x, (b_y << 32) | b_r, mask=m_x)
@@ -282,7 +282,7 @@ def _compare_rows(
             tl.store(p_adjoint + o_x, b_next, mask=m_x)
         b_number, _ = _integer(_mixed(b_f, b_read, gamma, rest), SCALE)
         b_start, _ = _integer(b_initial, SCALE)
-        b_y, b_r = _stepped(b_state >> 32, b_state & 0xFFFFFFFF, b_number, start, to, sign, weight, by_start, by_to)
+        b_y, b_r = _stepped(b_state, b_state & 0xFFFFFFFF, b_number, start, to, sign, weight, by_start, by_to)
         b_error = (b_y - b_start).to(tl.float32) * UNIT + b_r.to(tl.float32)
         b_value = (b_state >> 32).to(tl.int32).to(tl.float32) * UNIT
         b_worst = tl.maximum(b_worst, gpu._ratio_bits(b_error, b_value, floor))
@@ -324,9 +324,9 @@ def _compare_kernel(
 
 
 def reciprocal(n: int) -> int:
-    """floor(2^63 / n) + 1, its 64 bits as a signed integer."""
-    bits = 2**63 // n + 1
-    return bits - 2**64 if bits >= 2**63 else bits
+    """floor(2^31 / n) + 1, its 32 bits as a signed integer."""
+    bits = 2**31 // n + 1
+    return bits - 2**32 if bits >= 2**31 else bits
 
 
 class HalfStep(reference_exact.HalfStep):
@@ -363,7 +363,7 @@ class HalfStep(reference_exact.HalfStep):
         tensors = self.in_order(f), self._read(read, step), self.copy, spill, self.alarm
         numbers = self.state.numel(), self.done, *there
         gpu.launch(
-            _relax_kernel, self._warps, RELAX_BLOCK, self.state, *tensors, *numbers, LANES=LANES, **self._scales(step)
+            _relax_kernel, self._warps, BLOCK, self.state, *tensors, *numbers, LANES=LANES, **self._scales(step)
         )
 
     def _relax_norms(self, f: Tensor, read: Tensor | None, spill: Tensor | None, step: Radix) -> Tensor:
@@ -389,8 +389,7 @@ class HalfStep(reference_exact.HalfStep):
         before = self.in_order(f), self._read(self.copy, step), self.copy
         tensors = *before, adjoint, self.in_order_or_none(vjp), seed, spill
         numbers = self.state.numel(), *back, *self._adjoint_bits(adjoint_step)
-        block = INVERT_BLOCK if adjoint is None else ADJOINT_BLOCK
-        gpu.launch(_invert_kernel, self._warps, block, self.state, *tensors, *numbers, **self._scales(step))
+        gpu.launch(_invert_kernel, self._warps, BLOCK, self.state, *tensors, *numbers, **self._scales(step))
 
     def invert_compare(
         self,

@@ -15,7 +15,9 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @torch.library.custom_op("revdeq::relax", mutates_args=("state", "copy"))
-def relax(state: Tensor, f: Tensor, copy: Tensor, beta: float, gamma: float = 1.0, read: Tensor | None = None) -> None:
+def relax(
+    state: Tensor, f: Tensor, copy: Tensor, beta: float, gamma: float = 1.0, read: Tensor | None = None
+) -> None:
     """state = (1 - beta) state + beta ((1 - gamma) read + gamma f), in place; copy = state in copy's dtype.
 
     state is float64, and f and copy are shaped like it, in float32, float64, bfloat16 or float16. All must
@@ -23,7 +25,8 @@ def relax(state: Tensor, f: Tensor, copy: Tensor, beta: float, gamma: float = 1.
     beta (1 - gamma) are rounded to float32. Where gamma is not 1, `read` is what f was given, in copy's dtype.
     """
     step = _step(beta, gamma)
-    _bind(state, copy, f=f, **_read(step, read)).relax(f, read, step)
+    read = _needed(step, "read", read, copy.dtype)
+    _bind(state, copy, f=f, read=read).relax(f, read, step)
 
 
 @torch.library.custom_op("revdeq::relax_norms", mutates_args=("state", "copy"))
@@ -33,7 +36,8 @@ def relax_norms(
     """`relax`, and in the same pass the partial sums, float64 of shape [2, chunks, lanes], of the squared
     change (index 0) and of the squared new state (index 1). They are deterministic."""
     step = _step(beta, gamma)
-    return _bind(state, copy, f=f, **_read(step, read)).relax_norms(f, read, step)
+    read = _needed(step, "read", read, copy.dtype)
+    return _bind(state, copy, f=f, read=read).relax_norms(f, read, step)
 
 
 @torch.library.custom_op("revdeq::invert", mutates_args=("state", "copy"))
@@ -59,9 +63,10 @@ def invert_adjoint(
     is needed where gamma is not 1; vjp has copy's dtype.
     """
     step = _step(beta, gamma)
-    bound = _bind(state, copy, f=f, adjoint=adjoint, vjp=vjp, **_read(step, other, "other"))
+    other = _needed(step, "other", other, adjoint.dtype)
+    bound = _bind(state, copy, f=f, adjoint=adjoint, vjp=vjp, other=other)
     _check_adjoint(state, copy, adjoint, vjp)
-    bound.invert_adjoint(f, adjoint, vjp, other, step, step)
+    bound.invert_adjoint(f, adjoint, vjp, bound.in_order_or_none(other), step, step)
 
 
 @torch.library.custom_op("revdeq::invert_compare", mutates_args=("adjoint",))
@@ -85,8 +90,10 @@ def invert_compare(
     """
     step = _step(beta, gamma)
     _check_adjoint(state, initial, adjoint, vjp)
-    more = {**_read(step, read), **_read(step, other, "other")}
-    bound = _bind(state, initial if read is None else read, f=f, initial=initial, adjoint=adjoint, vjp=vjp, **more)
+    read, other = _needed(step, "read", read, initial.dtype), _needed(step, "other", other, adjoint.dtype)
+    copy = initial if read is None else read
+    bound = _bind(state, copy, f=f, initial=initial, adjoint=adjoint, vjp=vjp, other=other)
+    other = bound.in_order_or_none(other)
     least = torch.full((), floor, dtype=torch.float32, device=state.device)
     return bound.invert_compare(f, initial, least, adjoint, vjp, other, step, step)
 
@@ -116,13 +123,14 @@ def _step(beta: float, gamma: float) -> Coefficients:
     return Coefficients.rounded(beta, gamma)
 
 
-def _read(step: Coefficients, x: Tensor | None, name: str = "read") -> dict[str, Tensor]:
+def _needed(step: Coefficients, name: str, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What only a gamma other than 1 asks for."""
     if step.c == 0:
-        return {}
+        return None
     if x is None:
         what = {"read": "what f was given", "other": "the adjoint of the other state"}[name]
         raise ValueError(f"{name} is None: where gamma is not 1 it must be {what}")
-    return {name: x}
+    return x.to(dtype)
 
 
 def _check_adjoint(state: Tensor, copy: Tensor, adjoint: Tensor, vjp: Tensor) -> None:
@@ -136,12 +144,14 @@ def _check_adjoint(state: Tensor, copy: Tensor, adjoint: Tensor, vjp: Tensor) ->
         raise ValueError(f"adjoint has strides {adjoint.stride()}: it must be laid out like state, {state.stride()}")
 
 
-def _bind(state: Tensor, copy: Tensor, **others: Tensor) -> half_step.HalfStep:
+def _bind(state: Tensor, copy: Tensor, **others: Tensor | None) -> half_step.HalfStep:
     if state.dtype != torch.float64:
         raise TypeError(f"state is {state.dtype}: it must be torch.float64")
     if not torch.ops.aten.is_non_overlapping_and_dense(state):
         raise ValueError(f"state has shape {tuple(state.shape)} and strides {state.stride()}: it must be dense")
     for key, x in {"state": state, "copy": copy, **others}.items():
+        if x is None:
+            continue
         if x.shape != state.shape or x.device != state.device:
             raise ValueError(
                 f"{key} has shape {tuple(x.shape)} on {x.device}: it must be shaped like state, "

@@ -53,7 +53,9 @@ def decode(y: Tensor, copy: Tensor, radix: Radix) -> None:
     copy.copy_(y.to(wide) * radix.unit)
 
 
-def relax(state: Tensor, f: Tensor, read: Tensor | None, copy: Tensor, spill: Tensor | None, radix: Radix) -> Tensor:
+def relax(
+    state: Tensor, f: Tensor, read: Tensor | None, copy: Tensor, spill: Tensor | None, radix: Radix
+) -> Tensor:
     """Where f or the new state does not fit."""
     s, p, d = radix.sign, radix.p, radix.d
     y, r = _unpacked(state, spill)
@@ -168,6 +170,11 @@ class HalfStep(half_step.HalfStep):
         self.done -= 1
         assert step == self.plan.steps[self.done], "this is not the step that was announced"
         return self.spilled.pop() if self.plan.spills_before(self.done) else None
+
+    def announce(self, steps: Sequence[Radix]) -> None:
+        """More half-steps are to come."""
+        self.plan.steps = [*self.plan.steps, *steps]
+        self.alarm = torch.cat([self.alarm, self.alarm.new_zeros(len(steps), LANES)])
 
     def make_room(self) -> None:
         """Allocate now what all half-steps will put aside."""

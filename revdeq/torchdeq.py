@@ -10,30 +10,35 @@ A program with torchdeq's command line runs with `--core reversible`. `add_args(
 
 import argparse
 import ast
+import contextlib
+import dataclasses
 import difflib
 import functools
-import inspect
 import logging
 import math
 import sys
-from collections.abc import Callable
-from numbers import Real
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torchdeq
-from torch import Tensor
+from torch import Tensor, nn
+
+try:
+    import torchdeq
+except ModuleNotFoundError:
+    raise ModuleNotFoundError("revdeq.torchdeq needs torchdeq: pip install 'revdeq[torchdeq]'") from None
 from torchdeq.core import DEQBase
+from torchdeq.dropout import _VariationalDropoutNd
 from torchdeq.solver.stat import SolverStat
 from torchdeq.utils.config import DEQConfig
 from torchdeq.utils.layer_utils import deq_decorator
 
+from ._solver.options import Options
 from ._solver.solve import solve
+from ._solver.stateful import modules_of
 
 SETTINGS: dict[str, Any] = {
-    name: parameter.default
-    for name, parameter in inspect.signature(solve).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("max_steps", "tol")
+    option.name: option.default for option in dataclasses.fields(Options) if option.name not in ("max_steps", "tol")
 }
 """What `revdeq.solve` takes beside the number of steps and the tolerance, which have names of torchdeq's."""
 
@@ -114,16 +119,17 @@ class DEQReversible(DEQBase):
         given = {name: config[name] for name in USED if config.get(name) is not None}
         self.f_max_iter = given.get("f_max_iter", 40)
         self.f_tol = given.get("f_tol")
-        scaled = int(self.f_max_iter * given.get("eval_factor", 1)) if isinstance(self.f_max_iter, Real) else 0
+        _steps(self.f_max_iter, "f_max_iter")
+        scaled = int(self.f_max_iter * given.get("eval_factor", 1))
         self.eval_f_max_iter = given.get("eval_f_max_iter") or scaled
-        self.no_stat = bool(given.get("no_stat", self.no_stat))
+        self.no_stat = bool(given.get("no_stat", config.get("f_solver") == "simple_fixed_point_iter"))
         self.n_states = given.get("n_states", 1)
         self.indexing = list(given.get("indexing", []))
         grad = given.get("grad", [])
         self.grad = [grad] if isinstance(grad, int) else list(grad)
         self.sup_gap, self.sup_loc = given.get("sup_gap", -1), list(given.get("sup_loc", []))
         _steps(self.eval_f_max_iter, "eval_f_max_iter"), _tolerance(self.f_tol)
-        _probe(_steps(self.f_max_iter, "f_max_iter"), self.settings)
+        Options(**self.settings)
 
     def forward(
         self,
@@ -155,10 +161,15 @@ class DEQReversible(DEQBase):
         if settings["beta"] == 1:
             settings["beta"] = self.settings["beta"]
 
+        modules = [module for outermost in modules_of(func) for module in outermost.modules()]
+        _refuse_hooks(modules)
+        memory: list[tuple[nn.Module, str, Any]] = []
+
         def f(z: Any) -> Any:
-            if not several:
-                return func(z)
-            out = func(*z)
+            with _remembered(memory):
+                if not several:
+                    return func(z)
+                out = func(*z)
             if isinstance(out, Tensor) or len(out) != len(z):
                 what = "a tensor" if isinstance(out, Tensor) else f"{len(out)} parts"
                 raise TypeError(f"func returned {what}: z_init has {len(z)} parts, and func must return as many")
@@ -167,6 +178,7 @@ class DEQReversible(DEQBase):
         z = tuple(z_init) if several else z_init
         ends = self._ends(f_max_iter)
         states, nfe = _solved(f, z, ends, _tolerance(given.get("tol", self.f_tol)), settings)
+        memory += _computed(modules)
         info = self._statistics(f, states[-1], nfe)
         if not self.training:
             info["sradius"] = torch.zeros(1, device=info["abs_lowest"].device)
@@ -224,6 +236,40 @@ def _solved(
     return [states[end] for end in ends], nfe
 
 
+def _refuse_hooks(modules: list[nn.Module]) -> None:
+    for module in modules:
+        if isinstance(module, DEQBase) and not isinstance(module, DEQReversible) and module.args.get("hook_ift"):
+            raise RuntimeError(
+                "func contains a core of torchdeq's with hook_ift=True, whose hook keeps the graph of every evaluation "
+                "of func alive: use ift=True there, which has the same gradient"
+            )
+
+
+def _computed(modules: list[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
+    """What `torchdeq.reset_deq` computes anew before each forward pass: normalised weights and dropout masks."""
+    weights = [
+        (module, name) for module in modules for name in getattr(getattr(module, "_deq_norm", None), "names", ())
+    ]
+    masks = [(module, "mask") for module in modules if isinstance(module, _VariationalDropoutNd)]
+    return [(module, name, getattr(module, name)) for module, name in (*weights, *masks)]
+
+
+@contextlib.contextmanager
+def _remembered(memory: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """Around an evaluation in the backward pass: what there was in the forward pass is there again."""
+    changed = [(module, name, getattr(module, name)) for module, name, x in memory if getattr(module, name) is not x]
+    if not changed:
+        yield
+        return
+    for module, name, x in memory:
+        setattr(module, name, x)
+    try:
+        yield
+    finally:
+        for module, name, x in changed:
+            setattr(module, name, x)
+
+
 def _generator_states(device: torch.device) -> list[Tensor]:
     own = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
     return [torch.get_rng_state(), *own]
@@ -242,7 +288,7 @@ def _by_sample(state: Any) -> Tensor:
 
 
 def _steps(f_max_iter: Any, name: str) -> int:
-    if not isinstance(f_max_iter, Real) or not 0 <= f_max_iter < math.inf:
+    if not isinstance(f_max_iter, (int, float)) or not 0 <= f_max_iter < math.inf:
         raise ValueError(f"{name} = {f_max_iter!r} must be a number of evaluations of f, 0 or more")
     steps = math.ceil(f_max_iter / 2)
     if 2 * steps != f_max_iter:
@@ -259,7 +305,7 @@ def _say_it_is_rounded(evaluations: float) -> None:
 def _tolerance(f_tol: Any) -> float | None:
     if f_tol is None or f_tol == 0:
         return None
-    if not isinstance(f_tol, Real) or not 0 < f_tol < math.inf:
+    if not isinstance(f_tol, (int, float)) or not 0 < f_tol < math.inf:
         raise ValueError(f"f_tol = {f_tol!r} must be positive and finite; 0 or None makes all f_max_iter evaluations")
     return float(f_tol)
 
@@ -274,17 +320,11 @@ def _settings(config: dict[str, Any], named: dict[str, Any]) -> tuple[dict[str, 
             settings[name] = config[f"rev_{name}"]
         elif name != "gamma" and config.get(name) is not None:
             try:
-                _probe(1, {name: config[name]})
+                Options(**{name: config[name]})
                 settings[name] = config[name]
             except (TypeError, ValueError):
                 foreign.append(name)
     return settings, foreign
-
-
-def _probe(steps: int, settings: dict[str, Any]) -> None:
-    """Whether the solver takes these settings, it knows best."""
-    with torch.no_grad():
-        solve(lambda z: 0.5 * z, torch.zeros(1, device="cpu"), max_steps=max(1, steps), **settings)
 
 
 def _checked_spelling(named: dict[str, Any]) -> list[str]:

@@ -1,3 +1,4 @@
+import importlib
 import importlib.util
 import os
 import sys
@@ -20,14 +21,14 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def on_device(request):
+def on_device(request, simulated):
     """Tensors and modules are made on the device: `pytestmark = pytest.mark.usefixtures("on_device")`.
 
     Tests that take a half-step or a backend are told where. float32 means float32 here: TF32 would round what the
     tests compare.
     """
-    told = {"half_step", "exact_half_step", "backend"} & set(request.fixturenames)
-    if DEVICE.type == "cpu" or told or request.node.get_closest_marker("cpu"):
+    told = TOLD_WHERE & set(request.fixturenames)
+    if simulated or DEVICE.type == "cpu" or told or request.node.get_closest_marker("cpu"):
         yield
         return
     allowed = torch.backends.cudnn.allow_tf32
@@ -39,6 +40,83 @@ def on_device(request):
         settle()  # a verdict that comes late is still this test's
     finally:
         torch.backends.cudnn.allow_tf32 = allowed
+
+
+TOLD_WHERE = {"half_step", "exact_half_step", "backend"}
+SIMULATED = ("test_solve.py", "test_gradient.py", "test_inside_f.py", "test_monitor.py", "test_memory.py")
+"""Files whose tests run a second time on the simulated GPU of tests/tools/fake_gpu.py."""
+
+NOT_SIMULATED = {
+    "it expects a verdict at once, and a device gives it later": [
+        "test_values_exchanged_between_the_passes_are_noticed",
+        "test_beyond_its_range_it_warns_once_for_each_place_that_calls",
+        "test_it_raises_or_keeps_silent_on_request",
+        "test_a_function_that_changes_between_the_passes_is_noticed",
+        "test_a_silent_gradient_is_a_right_one",
+        "test_the_verdict_of_a_device_comes_with_a_later_solve",
+    ],
+    "it is about the CPU's generator, autocast or default device": [
+        "test_dropout_is_one_mask_per_solve",
+        "test_a_function_that_draws_nothing_leaves_the_generator_alone",
+        "test_an_interruption_leaves_everything_as_it_was",
+        "test_autocast_is_restored_in_the_backward_pass",
+        "test_the_default_device_is_that_of_the_forward_pass",
+        "test_two_solves_in_two_threads_do_not_disturb_each_other",
+        "test_two_solves_with_dropout_in_two_threads_each_keep_their_mask",
+    ],
+    "it has a counterpart in test_gpu_host.py": ["test_without_tolerance_nothing_waits_for_the_device"],
+    "a tensor made in Python cannot do it: conjugate views, pickling, subclasses, a layout chosen by a kernel": [
+        "test_f_may_return_a_negative_view",
+        "test_layers_are_copied_saved_and_pickled",
+        "test_subclasses_of_tensor_work_or_say_why_not",
+        "test_channels_last_is_kept",
+    ],
+    "torch.compile does not know the device": [
+        "test_a_compiled_f",
+        "test_a_compiled_model_around_the_solve_breaks_its_graph_once",
+    ],
+}
+SLOWLY_SIMULATED = {
+    "test_the_measurement_sees_memory_that_grows",
+    "test_peak_memory_is_the_same_at_every_depth",
+    "test_gradcheck",
+    "test_gradient_equals_stored_graph_in_the_settings_of_the_paper",
+    "test_both_passes_give_f_the_same_inputs_bit_for_bit",
+}
+"""Left out by default (`pytest -m full`): together the others take half a minute."""
+
+
+NO_FAKE_GPU: str | None = None
+try:  # now: devices must be known before the first backward pass of the process
+    importlib.import_module("fake_gpu")
+except pytest.skip.Exception as reason:
+    NO_FAKE_GPU = str(reason)
+
+
+def pytest_generate_tests(metafunc):
+    name = metafunc.function.__name__
+    told = TOLD_WHERE & set(metafunc.fixturenames) or any(metafunc.definition.iter_markers("cpu"))
+    left_out = told or any(name in names for names in NOT_SIMULATED.values())
+    if metafunc.definition.path.name in SIMULATED and not left_out:
+        marks = [pytest.mark.full] if name in SLOWLY_SIMULATED else []
+        if NO_FAKE_GPU is not None:
+            marks.append(pytest.mark.skip(reason=NO_FAKE_GPU))
+        values = [pytest.param(False, id=DEVICE.type), pytest.param(True, id="fakegpu", marks=marks)]
+        metafunc.parametrize("simulated", values, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def simulated(request):
+    """Whether tensors and modules are made on the simulated GPU."""
+    if not getattr(request, "param", False):
+        yield False
+        return
+    import fake_gpu
+
+    with fake_gpu.DEVICE:
+        yield True
+    synchronize(fake_gpu.DEVICE)
+    settle()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -6,6 +6,7 @@ source, and fails where no row has it.
 
 import ast
 import contextlib
+import importlib
 import importlib.util
 import inspect
 import pickle
@@ -21,8 +22,8 @@ from torch.autograd import forward_ad
 
 import revdeq
 from revdeq import kernels
-from revdeq.examples import ddp
-from revdeq.kernels import backends, cpu, exact, operators
+from revdeq.examples import ddp, needs
+from revdeq.kernels import Radix, backends, cpu, operators, reference_exact
 from revdeq.models import LanguageModel, MultiScale, PuzzleModel, SingleScale, Transformer
 from revdeq.training import checkpoint, data, record
 from revdeq.training.checkpoint import CheckpointError
@@ -257,9 +258,8 @@ def lossy(**settings):
 
 
 def no_room():
-    half_step = exact.HalfStep(
-        torch.zeros(2**20, dtype=torch.int64), torch.zeros(2**20), exact.Radix.nearest(0.9, 24), 64
-    )
+    steps = [Radix.nearest(0.9, 24)] * 64
+    half_step = reference_exact.HalfStep(torch.zeros(2**20, dtype=torch.int64), torch.zeros(2**20), steps)
     with mock.patch.object(torch, "empty_like", side_effect=RuntimeError("not enough memory")):
         half_step.make_room()
 
@@ -289,10 +289,10 @@ BACKWARD = [
 ]  # fmt: skip
 
 
-def relax(state=None, f=None, copy=None, beta=0.5):
+def relax(state=None, f=None, copy=None, beta=0.5, gamma=1.0):
     default = torch.zeros(4)
     state = default.double() if state is None else state
-    return lambda: operators.relax(state, default if f is None else f, default if copy is None else copy, beta)
+    return lambda: operators.relax(state, default if f is None else f, default if copy is None else copy, beta, gamma)
 
 
 def invert_adjoint(adjoint, vjp):
@@ -300,18 +300,20 @@ def invert_adjoint(adjoint, vjp):
     return lambda: operators.invert_adjoint(state, copy, copy.clone(), adjoint, vjp, 0.5)
 
 
-def forced(name, device="cpu", **missing):
+def other_chunks():
+    with mock.patch.object(cpu, "LANES", 128):
+        cpu.load(cpu.library._name)
+
+
+def forced(name, device="cpu", missing=False, trouble=""):
     def run():
         with contextlib.ExitStack() as stack:
-            for module, attribute in missing.values():
-                stack.enter_context(mock.patch.object(module, attribute, None))
-            if name == "cpu" and not missing:
-                stack.enter_context(mock.patch.object(cpu, "library", mock.Mock()))
-            if name == "triton" and not missing:
-                gpu = mock.Mock(runs_on=lambda device: False)
-                stack.enter_context(mock.patch.object(backends, "gpu", gpu))
+            library = None if missing else mock.Mock()
+            gpu = None if missing else mock.Mock(runs_on=lambda device: False)
+            stack.enter_context(mock.patch.multiple(cpu, library=library, trouble=trouble))
+            stack.enter_context(mock.patch.dict(backends.TRITON.states, float64=gpu))
             stack.enter_context(kernels.backend(name))
-            kernels.half_step(torch.device(device))
+            kernels.half_step_for(torch.device(device))
 
     return run
 
@@ -328,6 +330,12 @@ KERNELS = [
     ("f of integers", relax(f=torch.zeros(4).long()), TypeError, f"f is torch.int64: {REAL}"),
     ("beta is 1", relax(beta=1.0), ValueError,
      "beta is 1.0: it must be in (0, 2) and not 1, where the step has no inverse"),
+    ("gamma is 2", relax(gamma=2.0), ValueError,
+     "gamma is 2.0: it must be in (0, 2), where 1 is the paper's iteration"),
+    ("gamma without what f read", relax(gamma=1.3), ValueError,
+     "read is None: where gamma is not 1 it must be what f was given"),
+    ("a library of another version", other_chunks, OSError,
+     "… has chunks of 16 rows of 256 lanes, not of 16 of 128"),
     ("another layout", relax(torch.zeros(2, 3).double(), torch.zeros(2, 3), torch.zeros(3, 2).t()), ValueError,
      "copy has strides (1, 2): it must be laid out like state, (3, 1)"),
     ("gaps in the state", relax(torch.zeros(8).double()[::2]), ValueError,
@@ -343,12 +351,14 @@ KERNELS = [
      "adjoint has strides (1, 2): it must be laid out like state, (3, 1)"),
     ("an unknown backend", forced("cuda"), ValueError,
      "backend(name) is 'cuda': expected one of 'triton', 'cpu', 'reference'"),
-    ("no compiler", forced("cpu", missing=(cpu, "library")), RuntimeError,
+    ("no compiler", forced("cpu", missing=True), RuntimeError,
      "backend 'cpu' is forced, but the C kernel was not built: install a C compiler and reinstall revdeq"),
+    ("another library", forced("cpu", missing=True, trouble="no symbol"), RuntimeError,
+     "backend 'cpu' is forced, but the C kernel cannot be loaded (no symbol): reinstall revdeq, which builds it"),
     ("C on another device", forced("cpu", "meta"), RuntimeError,
      "backend 'cpu' is forced, but it cannot run on meta tensors: move them to the CPU"),
-    ("no Triton", forced("triton", missing=(backends, "gpu")), RuntimeError,
-     "backend 'triton' is forced, but Triton is not installed: `pip install triton` (Linux)"),
+    ("no Triton", forced("triton", missing=True), RuntimeError,
+     "backend 'triton' is forced, but Triton is not installed: install it with `pip install triton` (Linux)"),
     ("Triton without a GPU", forced("triton"), RuntimeError,
      "backend 'triton' is forced, but it cannot run on cpu tensors: move them to a GPU, or set TRITON_INTERPRET=1 "
      "before revdeq is imported"),
@@ -419,27 +429,35 @@ MODELS = [
 ]  # fmt: skip
 
 
+def an_example_without_extras():
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        needs("sklearn", "torchdeq")
+
+
+def reloaded_without_torchdeq():
+    with mock.patch.dict("sys.modules", {"torchdeq": None}):
+        importlib.reload(revdeq.torchdeq)
+
+
 def core(call=None, **settings):
     return lambda: (call or (lambda deq: None))(torchdeq.get_deq(core="reversible", **settings))
 
 
 TORCHDEQ = [
-    ("an odd number", core(f_max_iter=7), ValueError,
-     "f_max_iter = 7 must be even and at least 2: a reversible step evaluates f twice"),
-    ("states on the way", core(n_states=3), ValueError,
-     "n_states = 3: the core 'reversible' keeps no states on the way; leave it out"),
+    ("torchdeq is not installed", reloaded_without_torchdeq, ModuleNotFoundError,
+     "revdeq.torchdeq needs torchdeq: pip install 'revdeq[torchdeq]'"),
+    ("fewer than no evaluations", core(f_max_iter=-2), ValueError,
+     "f_max_iter = -2 must be a number of evaluations of f, 0 or more"),
+    ("a tolerance below zero", core(f_tol=-1.0), ValueError,
+     "f_tol = -1.0 must be positive and finite; 0 or None makes all f_max_iter evaluations"),
     ("a misspelt keyword", core(f_maxiter=4), TypeError, "unknown keyword f_maxiter = 4: did you mean f_max_iter?"),
-    ("a solver's keyword", core(lambda deq: deq(torch.cos, torch.zeros(2, 2), {"lam": 1e-4})), TypeError,
-     "the core 'reversible' does not take lam: it takes f_max_iter and tol in solver_kwargs"),
-    ("the radius of two", core(lambda deq: deq.eval()(lambda a, b: (a, b), (torch.zeros(2, 2),) * 2, None, True)),
-     TypeError, "sradius_mode = True needs a state of one tensor, not of 2: leave it out"),
-    ("another gradient", core(ift=True), UserWarning,
-     "ift = True means nothing to the core 'reversible', whose gradient is exact: leave it out"),
-    ("a program's own setting", core(lr=0.1), UserWarning,
-     "the core 'reversible' does not use lr: it takes core, beta, f_max_iter, f_tol, eval_factor, eval_f_max_iter, "
-     "no_stat"),
-    ("a writer", core(lambda deq: deq(torch.cos, torch.zeros(2, 2), backward_writer=print)), UserWarning,
-     "the core 'reversible' solves no backward system: backward_writer is not called"),
+    ("a state that is none", core(lambda deq: deq(torch.cos, 3)), TypeError,
+     "z_init = 3 must be a tensor, or a tuple or list of tensors"),
+    ("one part of two", core(lambda deq: deq(lambda a, b: a, (torch.zeros(2, 2),) * 2)), TypeError,
+     "func returned a tensor: z_init has 2 parts, and func must return as many"),
+    ("a hook in f", core(lambda deq: deq(torchdeq.get_deq(hook_ift=True), torch.zeros(2))), RuntimeError,
+     "func contains a core of torchdeq's with hook_ift=True, whose hook keeps the graph of every evaluation of func "
+     "alive: use ift=True there, which has the same gradient"),
 ] if torchdeq else []  # fmt: skip
 
 
@@ -464,6 +482,8 @@ SETTINGS = [
      "seed=99999999999999999999: it must be below 2**63"),
     ("an unknown device", lambda: Processes("tpu0"), SettingError,
      "--device tpu0: it must be cpu, or cuda or cuda:1 where there is such a GPU"),
+    ("an example without its extras", an_example_without_extras, SystemExit,
+     "This example needs sklearn, torchdeq: pip install 'revdeq[demo,torchdeq]'"),
     ("an example without torchrun", ddp.main, SystemExit,
      "start it with torchrun: torchrun --nproc-per-node 2 -m revdeq.examples.ddp"),
     ("a device that is not there", lambda: Processes("cuda:77"), SettingError,

@@ -33,6 +33,9 @@ from .scheme import Scheme
 NORM_FLOOR = 1e-5
 """Added to the norm of the state in the relative change, so that a solution of zero can be reached."""
 
+ANNOUNCED = 32
+"""Steps that a solve with a tolerance is prepared for at first: it may be content long before `max_steps`."""
+
 
 @dataclass
 class Iteration:
@@ -62,9 +65,11 @@ def iterate(it: Iteration, initial: State) -> Outcome:
     """The forward pass. Where divergence can be seen without waiting for the device it is an error."""
     initial = [x.detach() for x in initial]
     outcome = _iterate(it, initial, look=it.options.tol is not None)
-    if it.options.tol is None and _device.can_look(initial[0]) and not math.isfinite(_residual(it)):
-        it.steps = 0
-        return _iterate(it, initial, look=True)  # once more, to say at which step
+    if it.options.tol is None and _device.can_look(initial[0]):
+        assert it.norms is not None
+        if not math.isfinite(relative_change(*it.norms.tolist())):
+            it.steps = 0
+            return _iterate(it, initial, look=True)  # once more, to say at which step
     return outcome
 
 
@@ -88,7 +93,8 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
     y_copy = [torch.empty_like(c) for c in z_copy]
     y = it.scheme.start(initial, z_copy)
     z = [x.clone() for x in y]
-    relax_y, relax_z = it.scheme.bind(y, y_copy, max_steps), it.scheme.bind(z, z_copy, max_steps)
+    announced = max_steps if it.options.tol is None else min(max_steps, ANNOUNCED)
+    relax_y, relax_z = it.scheme.bind(y, y_copy, announced), it.scheme.bind(z, z_copy, announced)
     if it.options.tol is None:
         it.scheme.make_room([*relax_y, *relax_z])
     while True:
@@ -107,14 +113,17 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
                 half_step.relax(out, y_read, step)
         del f_y
         if look:
-            it.scheme.check([*relax_y, *relax_z], it.steps)
-        if (look and _has_arrived(it, initial)) or last:
+            assert it.norms is not None
+            norms = it.scheme.look(it.norms, [*relax_y, *relax_z], it.steps)
+            if _has_arrived(it, norms, initial):
+                break
+        if last:
             break
         f_z = it.f.value(z_copy, keep=2 * it.steps >= kept_from)
     if any(c.is_inference() or c._version > 0 for c in y_copy):  # f changed its input in place, or may have
         y_copy = it.scheme.read(y, y_copy)
     if not look:
-        it.scheme.check([*relax_y, *relax_z], None)
+        it.scheme.check([*relax_y, *relax_z])
     return Outcome(y, z, y_copy, z_copy, [h.spilled for h in (*relax_y, *relax_z)])
 
 
@@ -301,8 +310,8 @@ class Totals:
         return [t if t is None else t.to(dtype) for t, dtype in zip(self._totals, self._dtypes, strict=True)]
 
 
-def _has_arrived(it: Iteration, initial: State) -> bool:
-    residual = _residual(it)
+def _has_arrived(it: Iteration, norms: Sequence[float], initial: State) -> bool:
+    residual = relative_change(*norms)
     if not math.isfinite(residual):
         if not all(x.isfinite().all() for x in initial):
             raise FloatingPointError("z0 is not finite: start from finite numbers")
@@ -312,11 +321,6 @@ def _has_arrived(it: Iteration, initial: State) -> bool:
             "that contracts"
         )
     return it.options.tol is not None and residual <= it.options.tol
-
-
-def _residual(it: Iteration) -> float:
-    assert it.norms is not None
-    return relative_change(*it.norms.tolist())
 
 
 def relative_change(change: float, value: float) -> float:

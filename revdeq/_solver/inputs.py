@@ -130,14 +130,19 @@ class Search(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for x in _tensors((*args, *kwargs.values())):
+        given = list(_tensors((*args, *kwargs.values())))
+        for x in given:
             if x.requires_grad and self._is_captured(x.grad_fn):
                 self._add(x)
+        given += [x._base for x in given if x._base is not None]
+        before = [x.grad_fn for x in given]
         refuse_running_statistics(func, args, kwargs)
         first = _next_number()
         out = func(*args, **kwargs)
         self._numbers.update(range(first, _next_number()))
         self._made.update(x.grad_fn for x in _tensors((out,)) if x.requires_grad)
+        # x[i] = y returns nothing, and x[i].add_(y) not x.
+        self._made.update(x.grad_fn for x, node in zip(given, before, strict=True) if x.grad_fn is not node)
         return out
 
     def _add(self, x: Tensor) -> None:

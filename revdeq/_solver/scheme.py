@@ -15,7 +15,7 @@ from .. import kernels
 from ..kernels import reference_exact as exact
 from ..kernels.half_step import Coefficients, HalfStep
 from ..kernels.radix import LARGEST_DENOMINATOR, Radix
-from .deferred import report
+from .deferred import report, settle
 from .inputs import State
 from .options import Exact, Options
 
@@ -49,15 +49,20 @@ class Scheme(abc.ABC):
 
     @abc.abstractmethod
     def bind(self, state: State, copy: State, half_steps: int, spilled: list[State] | None = None) -> list[Any]:
-        """Half-steps; with `spilled`, to undo as many as are given."""
+        """Half-steps, as many as are announced; with `spilled`, to undo as many."""
 
     @abc.abstractmethod
     def make_room(self, half_steps: list[Any]) -> None:
         """Allocate what will be put aside in all of the steps that were announced."""
 
     @abc.abstractmethod
-    def check(self, half_steps: list[Any], step: int | None) -> None:
-        """Raise if a state did not fit, in this step, or, where a look would wait for the device, in any."""
+    def look(self, norms: Tensor, half_steps: list[Any], step: int) -> list[float]:
+        """The norms, and an error if a state did not fit in this step: the device is waited for once. More steps than
+        were announced may follow."""
+
+    @abc.abstractmethod
+    def check(self, half_steps: list[Any]) -> None:
+        """Raise if a state did not fit in any step, when that is known without waiting for the device."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,10 @@ class Float64(Scheme):
     def make_room(self, half_steps: list[HalfStep]) -> None:
         """Nothing is put aside."""
 
-    def check(self, half_steps: list[HalfStep], step: int | None) -> None:
+    def look(self, norms: Tensor, half_steps: list[HalfStep], step: int) -> list[float]:
+        return norms.tolist()
+
+    def check(self, half_steps: list[HalfStep]) -> None:
         """Every float fits; what is not finite shows in the norms."""
 
 
@@ -121,10 +129,19 @@ class Integers(Scheme):
         for half_step in half_steps:
             half_step.make_room()
 
-    def check(self, half_steps: list[exact.HalfStep], step: int | None) -> None:
-        alarms = [h.alarm if step is None else h.alarm[step - 1 : step] for h in half_steps]
-        worst = functools.reduce(torch.maximum, alarms).amax(1)
-        report(worst, functools.partial(self._judge, first_step=step or 1))
+    def look(self, norms: Tensor, half_steps: list[exact.HalfStep], step: int) -> list[float]:
+        alarms = [h.alarm[step - 1 : step] for h in half_steps]
+        values = torch.cat([norms.view(torch.int32), _worst(alarms)]).cpu()
+        if step == 1:
+            settle()  # z0's own alarm has come, too
+        self._judge(values[2:], first_step=step)
+        for h in half_steps:
+            if h.done == len(h.plan.steps):
+                h.announce([self.step] * h.done)  # twice as many in all, and little for solves that end soon
+        return values[:2].view(torch.float32).tolist()
+
+    def check(self, half_steps: list[exact.HalfStep]) -> None:
+        report(_worst([h.alarm for h in half_steps]), functools.partial(self._judge, first_step=1))
 
     def _judge_start(self, bits: Tensor) -> None:
         if bits:
@@ -147,6 +164,10 @@ class Integers(Scheme):
             f"{what}: with {name} at {size:.3g}, where {fraction_bits} fraction bits hold magnitudes below {limit:g}; "
             f"{remedy}normalise {name}"
         )
+
+
+def _worst(alarms: list[Tensor]) -> Tensor:
+    return functools.reduce(torch.maximum, alarms).amax(1)
 
 
 SAFE_BITS = 32

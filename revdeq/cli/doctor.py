@@ -5,7 +5,6 @@ Whatever is missing or broken is a finding, never a crash. A finding that makes 
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import importlib
 import json
@@ -31,10 +30,11 @@ from torch import Tensor, nn
 from .. import _device as measure
 from .. import kernels
 from .._solver.solve import solve
-from ..kernels import backends, cpu, exact, reference
+from ..kernels import Coefficients, Radix, backends, cpu, reference_exact
 
-BETA = ctypes.c_float(0.8).value  # as the solver rounds it
-EXACT = exact.Radix.nearest(0.8, 24)
+STEPS = {"float64": Coefficients.rounded(0.8), "exact": Radix.nearest(0.8, 24)}
+MIXED = {"float64": Coefficients.rounded(0.8, 1.3), "exact": Radix.nearest(0.8, 24, 1.3)}
+"""A step of each state, as the solver rounds it, without and with a gamma."""
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 GRADIENT_ERROR = 2 * 16 * 2.0**-24
 """float32 rounds each of the 32 products that a gradient sums up at N = 16, and some cancel."""
@@ -137,9 +137,9 @@ def why_not_built() -> tuple[str, str]:
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     if shutil.which(compiler[0]) is None:
         return f"was not built, and there is no C compiler ({compiler[0]})", "install gcc or clang and reinstall revdeq"
-    source = Path(cpu.__file__).with_name("cpu.c")
+    sources = map(str, Path(cpu.__file__).parent.glob("*.c"))
     with tempfile.TemporaryDirectory() as folder:
-        command = [*compiler, "-std=c11", "-shared", "-fPIC", str(source), "-o", str(Path(folder) / "cpu.so")]
+        command = [*compiler, "-std=c11", "-shared", "-fPIC", *sources, "-o", str(Path(folder) / "cpu.so")]
         result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode == 0:
         return f"was not built, but {compiler[0]} can build it now", "reinstall revdeq, which builds its C kernel"
@@ -187,73 +187,69 @@ def describe(device: torch.device) -> Finding:
     return Finding(", ".join([properties.name, memory, *([arch] if device.type == "cuda" else [])]), numbers=numbers)
 
 
-IMPLEMENTATIONS = {"triton": "Triton's kernels", "cpu": "the C kernel", "reference": "PyTorch's own operations"}
-
-
 def backend_for(device: torch.device, main: bool) -> Finding:
     """Which one, and why. One that is forced need not suit a device that is not the main one."""
     try:
-        name = backends._name(device)
+        chosen = backends.backend_for(device)
     except (RuntimeError, ValueError) as error:
         return Finding(f"none: {error}", f"correct REVDEQ_BACKEND: {error}" if main else "", not main)
-    fix = ""
+    faster = next(b for b in backends.BACKENDS.values() if b.is_for(device))
+    trouble, fix = faster.trouble_on(device), ""
     if os.environ.get("REVDEQ_BACKEND"):
         why = "as REVDEQ_BACKEND says"
-    elif name != "reference":
+    elif trouble is None:
         why = "the fastest here"
-    elif device.type == "cpu":
-        why = "because the C kernel is missing"  # whose own finding has the remedy
     else:
-        why, fix = "because Triton is missing", "install Triton (pip install triton)"
-    return Finding(f"{name}: {IMPLEMENTATIONS[name]}, {why}", fix, numbers={"backend": name})
+        why = f"because {trouble.why}"
+        fix = "" if faster is backends.C else trouble.remedy  # the C kernel's own finding has the remedy
+    return Finding(f"{chosen.name}: {chosen.title}, {why}", fix, numbers={"backend": chosen.name})
 
 
 def same_bits(device: torch.device) -> Finding:
     """All operations on both states, with tails, against the reference on the CPU."""
     wrong = []
     for dtype in DTYPES:
-        for state, ours, expected in (
-            ("float64", kernels.half_step(device), reference.HalfStep),
-            ("exact", kernels.exact_half_step(device), exact.HalfStep),
-        ):
-            results = [exercise(half_step, dtype, where) for half_step, where in ((ours, device), (expected, "cpu"))]
+        for state, step in [*STEPS.items(), *MIXED.items()]:
+            sides = (kernels.half_step_for(device, state), device), (backends.REFERENCE.states[state].HalfStep, "cpu")
+            results = [exercise(half_step, step, dtype, where) for half_step, where in sides]
             for (operation, got), (_, want) in zip(*results, strict=True):
                 if not all(map(equal_bits, got, want)):
                     wrong.append(f"{operation} ({state} state, f in {str(dtype).removeprefix('torch.')})")
                     break  # what follows starts from there
     if not wrong:
         return Finding("bit-equal to the reference, every operation, dtype and state")
-    remedy = {
-        "cpu": "rebuild the C kernel (pip install --force-reinstall --no-deps; no -ffast-math or -Ofast in CFLAGS)",
-        "triton": "update Triton and the driver",
-        "reference": "reinstall torch",
-    }[backends._name(device)]
+    remedy = backends.backend_for(device).repair
     fix = f"{remedy}, or set REVDEQ_BACKEND=reference: {wrong[0]} on {device} gives other bits than the reference"
     return Finding(f"not those of the reference: {', '.join(wrong)}", fix, works=False)
 
 
-def exercise(half_step: Any, dtype: torch.dtype, device: Any, n: int = 10_007) -> Iterator[tuple[str, list[Tensor]]]:
+def exercise(
+    half_step: Any, step: Any, dtype: torch.dtype, device: Any, n: int = 10_007
+) -> Iterator[tuple[str, list[Tensor]]]:
     """The operations one after the other, past the first spill of the exact state, and what each leaves behind."""
     generator = torch.Generator().manual_seed(0)
     wide = torch.promote_types(dtype, torch.float32)
-    f, initial, vjp = ((3 * torch.randn(n, generator=generator)).to(dtype).to(device) for _ in range(3))
-    adjoint = torch.randn(n, generator=generator).to(wide).to(device)
-    copy = torch.full((n,), torch.nan, dtype=dtype, device=device)
-    steps = EXACT.free_half_steps + 2
-    if issubclass(half_step, exact.HalfStep):
-        step = half_step(exact.encode(initial, EXACT), copy, EXACT, steps)
+    f, initial, vjp, read = ((3 * torch.randn(n, generator=generator)).to(dtype).to(device) for _ in range(4))
+    adjoint, other = (torch.randn(n, generator=generator).to(wide).to(device) for _ in range(2))
+    copy, floor = torch.full((n,), torch.nan, dtype=dtype, device=device), torch.tensor(0.5, device=device)
+    steps = 15
+    if isinstance(step, Radix):
+        assert steps >= step.free_half_steps + 2
+        bound = half_step(reference_exact.encode(initial, step), copy, [step] * steps)
     else:
-        step = half_step(initial.double(), copy, BETA)
-    calls: list[tuple[str, tuple[Tensor, ...]]] = [
-        *[("relax", (f,))] * (steps - 1),
-        ("relax_norms", (vjp,)),
-        ("invert", (vjp,)),
-        *[("invert_adjoint", (f, adjoint, vjp))] * (steps - 2),
-        ("invert_compare", (f, initial, adjoint, vjp)),
+        bound = half_step(initial.double(), copy)
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        *[("relax", (f, read, step))] * (steps - 1),
+        ("relax_norms", (vjp, read, step)),
+        ("invert", (vjp, step)),
+        *[("invert_adjoint", (f, adjoint, vjp, other, step, step))] * (steps - 2),
+        ("invert_compare", (f, initial, floor, adjoint, vjp, other, step, step)),
     ]
-    for name, tensors in calls:
-        returned = getattr(step, name)(*tensors)
-        left = [step.state, copy, adjoint, *([] if returned is None else [returned])]
+    for name, arguments in calls:
+        if name.startswith("invert") and step.c:
+            copy.copy_(read)
+        returned = getattr(bound, name)(*arguments)
+        left = [bound.state, copy, adjoint, *([] if returned is None else [returned])]
         yield name, [x.to("cpu", copy=True) for x in left]
 
 
@@ -310,18 +306,19 @@ def bandwidth(device: torch.device) -> Finding:
     """What the half-steps move per second, against a copy of as many bytes. Zeros, which stay zeros."""
     n = 2**22 if device.type == "cpu" else 2**25
     f, copy, adjoint, vjp = (torch.zeros(n, device=device) for _ in range(4))
-    float64 = kernels.half_step(device)(torch.zeros(n, dtype=torch.float64, device=device), copy, BETA)
-    integers = kernels.exact_half_step(device)(torch.zeros(n, dtype=torch.int64, device=device), copy, EXACT, 1)
+    step, radix = STEPS["float64"], Radix.nearest(0.8, 24)
+    float64 = kernels.half_step_for(device)(torch.zeros(n, dtype=torch.float64, device=device), copy)
+    integers = kernels.half_step_for(device, "exact")(torch.zeros(n, dtype=torch.int64, device=device), copy, [radix])
     source, target = (torch.zeros(3 * n, device=device) for _ in range(2))
 
     def there_and_back() -> None:
-        integers.relax(f)
-        integers.invert_adjoint(f, adjoint, vjp)
+        integers.relax(f, None, radix)
+        integers.invert_adjoint(f, adjoint, vjp, None, radix, radix)
 
     work: dict[str, tuple[int, Callable[[], Any]]] = {  # bytes per element: reads and writes
         "copy": (24, lambda: target.copy_(source)),
-        "relax": (24, lambda: float64.relax(f)),
-        "invert_adjoint": (36, lambda: float64.invert_adjoint(f, adjoint, vjp)),
+        "relax": (24, lambda: float64.relax(f, None, step)),
+        "invert_adjoint": (36, lambda: float64.invert_adjoint(f, adjoint, vjp, None, step, step)),
         "exact": (24 + 36, there_and_back),
     }
     times = take_turns({name: call for name, (_, call) in work.items()}, device)

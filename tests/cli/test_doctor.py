@@ -12,7 +12,7 @@ import torch
 
 from revdeq import __main__
 from revdeq.cli import doctor
-from revdeq.kernels import backends, cpu, exact, reference
+from revdeq.kernels import backends, cpu, reference, reference_exact
 
 
 def run(monkeypatch, *arguments):
@@ -68,7 +68,7 @@ def test_without_the_c_kernel_it_is_ready_but_slow_and_says_why(monkeypatch, cap
     assert run(monkeypatch) == 0
     out = capsys.readouterr().out
     assert found in out
-    assert "reference: PyTorch's own operations, because the C kernel is missing" in out
+    assert "reference: PyTorch's own operations, because the C kernel was not built" in out
     assert out.splitlines()[-1].startswith(f"ready, and faster if you {remedy}")
 
 
@@ -90,8 +90,8 @@ def test_a_c_kernel_that_cannot_be_loaded_is_not_the_end(monkeypatch, capsys, tm
     assert "reinstall revdeq" in out.splitlines()[-1]
 
 
-def wrong_relax(self, f):
-    reference.relax(self.state, f, self.copy, self.beta)
+def wrong_relax(self, f, read, step):
+    reference.relax(self.state, f, read, self.copy, step)
     self.state[-1] = torch.nextafter(self.state[-1], self.state[-1] + 1)  # the last bit of the last element
 
 
@@ -109,10 +109,10 @@ def test_one_wrong_bit_is_not_ready_and_names_the_operation(monkeypatch, capsys)
 
 @pytest.mark.parametrize("operation", ["_relax", "_invert", "invert_compare"])
 def test_a_wrong_exact_operation_is_found(monkeypatch, capsys, operation):
-    monkeypatch.setattr(backends.cpu, "library", None)
-    right = getattr(exact.HalfStep, operation)
+    monkeypatch.setattr(cpu, "library", None)
+    right = getattr(reference_exact.HalfStep, operation)
 
-    class Wrong(exact.HalfStep):
+    class Wrong(reference_exact.HalfStep):
         pass
 
     def off(self, *arguments):
@@ -121,7 +121,10 @@ def test_a_wrong_exact_operation_is_found(monkeypatch, capsys, operation):
         return returned
 
     setattr(Wrong, operation, off)
-    monkeypatch.setattr(doctor.kernels, "exact_half_step", lambda device: Wrong)
+    chosen = doctor.kernels.half_step_for
+    monkeypatch.setattr(
+        doctor.kernels, "half_step_for", lambda device, state: Wrong if state == "exact" else chosen(device, state)
+    )
     assert run(monkeypatch) == 1
     name = operation.removeprefix("_")
     assert f"{name} (exact state, f in float32) on cpu gives other bits" in last_line(capsys)
@@ -166,8 +169,7 @@ def test_an_impossible_setting_is_named(monkeypatch, capsys):
 
 
 def test_without_triton_only_a_gpu_misses_it(monkeypatch, capsys):
-    monkeypatch.setattr(backends, "gpu", None)
-    monkeypatch.setattr(backends, "gpu_exact", None)
+    monkeypatch.setitem(backends.TRITON.states, "float64", None)
     monkeypatch.setattr(doctor.measure, "devices", lambda: [torch.device("cpu")])
     load = importlib.import_module
 
@@ -180,8 +182,8 @@ def test_without_triton_only_a_gpu_misses_it(monkeypatch, capsys):
     assert run(monkeypatch) == 0
     assert "missing, needed on GPUs only (ModuleNotFoundError: No module named 'triton')" in capsys.readouterr().out
     finding = doctor.backend_for(torch.device("cuda", 0), main=True)
-    assert finding.works and finding.fix == "install Triton (pip install triton)"
-    assert "reference: PyTorch's own operations, because Triton is missing" in finding.text
+    assert finding.works and finding.fix == "install it with `pip install triton` (Linux)"
+    assert "reference: PyTorch's own operations, because Triton is not installed" in finding.text
 
 
 def test_a_broken_driver_is_a_finding(monkeypatch, capsys):

@@ -5,7 +5,7 @@ import torch
 
 import revdeq
 from revdeq import kernels
-from revdeq.kernels import backends, cpu, reference
+from revdeq.kernels import Coefficients, backends, cpu, reference
 
 
 def arguments(operation, shape=(33, 7), dtype=torch.float32, permuted=False):
@@ -34,9 +34,35 @@ def test_an_operator_is_the_reference(operation):
     args = arguments(operation)
     ours, theirs = [x.clone() for x in args[:-1]], [x.clone() for x in args[:-1]]
     returned = getattr(kernels, operation)(*ours, 0.5)
-    expected = getattr(reference, operation)(*theirs, 0.5)
+    step = Coefficients.rounded(0.5)
+    state, f, copy, *adjoints = theirs
+    bound, floor = reference.HalfStep(state, copy), torch.tensor(1e-30)
+    expected = {
+        "relax": lambda: bound.relax(f, None, step),
+        "relax_norms": lambda: bound.relax_norms(f, None, step),
+        "invert": lambda: bound.invert(f, step),
+        "invert_adjoint": lambda: bound.invert_adjoint(f, *adjoints, None, step, step),
+        "invert_compare": lambda: bound.invert_compare(f, copy, floor, *adjoints, None, step, step),
+    }[operation]()
     assert all(map(torch.equal, ours, theirs))
     assert returned is expected is None or torch.equal(returned, expected)
+
+
+def test_the_second_coefficient_of_the_operators():
+    """There, and back with the copy that f read: the state returns, and the adjoint gets its share of the other."""
+    state, f, copy, adjoint, vjp, read, other = torch.randn(7, 50).double(), *torch.randn(6, 7, 50)
+    before, expected = state.clone(), reference.HalfStep(state.clone(), copy.clone())
+    step = Coefficients.rounded(0.8, 1.3)
+    expected.relax(f, read, step)
+    kernels.relax(state, f, copy, 0.8, 1.3, read)
+    assert torch.equal(state, expected.state) and torch.equal(copy, expected.copy)
+    follows = step.a * adjoint + step.b * vjp + step.c * other
+    copy.copy_(read)
+    kernels.invert_adjoint(state, f, copy, adjoint, vjp, 0.8, 1.3, other)
+    torch.testing.assert_close(state, before)
+    assert torch.equal(adjoint, follows)
+    worst = kernels.invert_compare(expected.state, f, before.float(), adjoint, vjp, 0.8, 1.0, 1.3, read, other)
+    assert worst.view(torch.float32).max() < 1e-6
 
 
 def test_operators_can_be_compiled_into_one_graph():
@@ -83,13 +109,13 @@ def test_a_backend_must_be_known(monkeypatch):
 
 def test_a_backend_must_be_there(monkeypatch):
     monkeypatch.setattr(cpu, "library", None)
-    assert kernels.half_step(torch.device("cpu")) is reference.HalfStep
+    assert kernels.half_step_for(torch.device("cpu")) is reference.HalfStep
     with kernels.backend("cpu"), pytest.raises(RuntimeError, match="was not built: install a C compiler"):
         revdeq.solve(torch.cos, torch.zeros(1))
     monkeypatch.setattr(cpu, "library", object())
     with kernels.backend("cpu"), pytest.raises(RuntimeError, match="cannot run on meta tensors"):
-        kernels.half_step(torch.device("meta"))
-    monkeypatch.setattr(backends, "gpu", None)
+        kernels.half_step_for(torch.device("meta"))
+    monkeypatch.setitem(backends.TRITON.states, "float64", None)
     with kernels.backend("triton"), pytest.raises(RuntimeError, match="Triton is not installed"):
         revdeq.solve(torch.cos, torch.zeros(1))
 
@@ -102,10 +128,27 @@ def test_triton_must_have_something_to_run_on():
 
 def test_the_environment_forces_a_backend_and_a_context_overrides_it(monkeypatch):
     monkeypatch.setenv("REVDEQ_BACKEND", "reference")
-    assert kernels.half_step(torch.device("cpu")) is reference.HalfStep
+    assert kernels.half_step_for(torch.device("cpu")) is reference.HalfStep
     monkeypatch.setattr(cpu, "library", object())
     with kernels.backend("cpu"):
-        assert kernels.half_step(torch.device("cpu")) is cpu.HalfStep
+        assert kernels.half_step_for(torch.device("cpu")) is cpu.HalfStep
+
+
+def test_every_backend_says_where_it_runs_and_which_states_it_has():
+    for name, backend in backends.BACKENDS.items():
+        assert backend.name == name and backend.title and backend.repair
+        assert backend.states.keys() == {"float64", "exact"}
+        trouble = backend.trouble_on(torch.device("cpu"))
+        assert trouble is None or (trouble.why and trouble.remedy)
+    assert backends.REFERENCE.trouble_on(torch.device("meta")) is None
+
+
+@pytest.mark.skipif(cpu.library is None, reason="the C kernel was not built: no C compiler")
+@pytest.mark.parametrize("name", ["LANES", "ROWS"])
+def test_a_library_with_other_chunks_is_refused(monkeypatch, name):
+    monkeypatch.setattr(cpu, name, 128)
+    with pytest.raises(OSError, match="has chunks of 16 rows of 256 lanes, not of"):
+        cpu.load(cpu.library._name)
 
 
 def test_the_folder_is_no_package_of_its_own():

@@ -10,8 +10,9 @@ import revdeq
 from revdeq._solver.function import Function
 from revdeq._solver.replay import Replay
 from revdeq.baselines import stored_graph
-from revdeq.kernels import cpu, exact
-from revdeq.kernels.exact import Radix
+from revdeq.kernels import Radix, cpu, cpu_exact
+from revdeq.kernels import reference_exact as exact
+from revdeq.kernels.radix import ROOM, Plan
 from revdeq.models import ConvBlock, TransformerBlock
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -25,6 +26,56 @@ def test_the_radix_is_the_fraction_and_its_room_is_known(beta):
     radix = Radix.nearest(beta, 24)
     assert radix.beta == pytest.approx(beta, abs=1e-15)
     assert radix.free_half_steps == FREE_HALF_STEPS[beta]
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_plan_puts_the_remainder_aside_when_its_room_is_used_up(beta):
+    radix = Radix.nearest(beta, 24)
+    plan, free = Plan([radix] * 200), radix.free_half_steps
+    assert [i for i in range(200) if plan.spills_before(i)] == [*range(free, 200, free)]
+    assert plan.spills == 199 // free
+
+
+def test_a_plan_of_steps_that_differ_never_outgrows_the_room():
+    radices = [Radix.nearest((0.5, 0.9, 0.6, 1.2, 0.95)[i * i % 5], 24) for i in range(100)]
+    plan, bound = Plan(radices), 1
+    for i, radix in enumerate(radices):
+        without = radix.outgrown(bound)
+        assert plan.spills_before(i) == (without > ROOM), "no sooner and no later than it must"
+        bound = radix.outgrown(1) if plan.spills_before(i) else without
+        assert bound <= ROOM
+
+
+@pytest.mark.parametrize("gamma", [1.0, 1.3])
+def test_steps_may_differ(exact_half_step, gamma):
+    """Each half-step has its own radix, and the way back takes them in the opposite order."""
+    half_step, device = exact_half_step
+    radices = [Radix.nearest(beta, 24, gamma) for beta in (0.5, 0.9, 0.6, 0.95, 0.95, 0.9, 0.9, 0.95, 0.9, 0.8, 1.2, 0.9)]
+
+    def there_and_back(half_step):
+        generator = torch.Generator().manual_seed(3)
+        start, *fs = (torch.randn(700, generator=generator).to(device) for _ in range(13))
+        state, copy, read = exact.encode(start, radices[0]), torch.empty_like(start), 0.5 * start
+        there, left = half_step(state, copy, radices), []
+        for f, radix in zip(fs, radices, strict=True):
+            there.relax(f, read, radix)
+            left += [state.clone(), copy.clone()]
+        assert there.spilled
+        back = half_step(state, copy, radices, there.spilled)
+        for f, radix in zip(reversed(fs), reversed(radices), strict=True):
+            copy.copy_(read)
+            back.invert(f, radix)
+        assert torch.equal(state, exact.encode(start, radices[0]))
+        return left
+
+    assert all(map(torch.equal, there_and_back(half_step), there_and_back(exact.HalfStep)))
+
+
+def test_a_step_must_be_the_one_that_was_announced():
+    announced, another = Radix.nearest(0.5, 24), Radix.nearest(0.8, 24)
+    step = exact.HalfStep(torch.zeros(3, dtype=torch.int64), torch.zeros(3), [announced])
+    with pytest.raises(AssertionError, match="not the step that was announced"):
+        step.relax(torch.zeros(3), None, another)
 
 
 def roundtrip(
@@ -41,24 +92,31 @@ def roundtrip(
         torch.full((n,), torch.nan, dtype=copy_dtype, device=device),
     )
     start, fs = state.clone(), [random(f_dtype) for _ in range(half_steps)]
-    adjoint = random(torch.promote_types(copy_dtype, torch.float32))
-    there = half_step(state, copy, radix, half_steps)
+    adjoint, other_adjoint = (random(torch.promote_types(copy_dtype, torch.float32)) for _ in range(2))
+    reads, steps = [random(copy_dtype) for _ in range(half_steps)], [radix] * half_steps
+    there = half_step(state, copy, steps)
     left = []
-    for f in fs:
+    for f, read in zip(fs, reads, strict=True):
         if norms:
-            left.append(there.relax_norms(f).clone())
+            left.append(there.relax_norms(f, read, radix).clone())
         else:
-            there.relax(f)
+            there.relax(f, read, radix)
     assert not there.alarm.any()
     left += [state.clone(), copy.clone(), *(x.clone() for x in there.spilled)]
-    back = half_step(state, copy, radix, half_steps, there.spilled)
-    for f in reversed(fs[1:]):
-        back.invert_adjoint(f, adjoint, random(copy_dtype))
-    other = random(copy_dtype)
+    back = half_step(state, copy, steps, there.spilled)
+    for f, read in zip(reversed(fs[1:]), reversed(reads[1:]), strict=True):
+        if radix.gamma != 1:
+            copy.copy_(read)  # otherwise nobody looks at it
+        back.invert_adjoint(f, adjoint, random(copy_dtype), other_adjoint, radix, radix)
+    copy.copy_(reads[0])
+    other, floor = random(copy_dtype), torch.tensor(0.5, device=device)
     maxima = torch.cat(
-        [back.invert_compare(fs[0], other, None, None), back.invert_compare(fs[0], other, adjoint, other)]
+        [
+            back.invert_compare(fs[0], other, floor, None, None, None, radix, radix),
+            back.invert_compare(fs[0], other, floor, adjoint, other, other_adjoint, radix, radix),
+        ]
     )
-    back.invert(fs[0])
+    back.invert(fs[0], radix)
     assert torch.equal(state, start), "the way back ends where the way there began"
     return [x.cpu() for x in (*left, copy, adjoint, maxima)]
 
@@ -73,29 +131,31 @@ def test_threads_change_no_bit(norms):
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            ours = roundtrip(cpu.ExactHalfStep, radix, torch.device("cpu"), **settings)
+            ours = roundtrip(cpu_exact.HalfStep, radix, torch.device("cpu"), **settings)
             assert all(map(torch.equal, ours, expected))
     finally:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("gamma", [1.0, 0.7])
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("beta", [*BETAS, 0.3, 1.7])
-def test_bits_equal_the_reference_for_every_beta(exact_half_step, beta, norms):
+def test_bits_equal_the_reference_for_every_beta(exact_half_step, beta, norms, gamma):
     half_step, device = exact_half_step
-    radix = Radix.nearest(beta, 24)
+    radix = Radix.nearest(beta, 24, gamma)
     steps = 2 * radix.free_half_steps + 2 if beta == 0.95 else 4  # past the second spill
     settings = {"half_steps": steps, "norms": norms, "n": 4500 if norms else 1500}
     expected = roundtrip(exact.HalfStep, radix, device, **settings)
     assert all(map(torch.equal, roundtrip(half_step, radix, device, **settings), expected))
 
 
+@pytest.mark.parametrize("gamma", [1.0, 1.3])
 @pytest.mark.parametrize(("f_dtype", "copy_dtype"), [*itertools.product(DTYPES, DTYPES)])
-def test_bits_equal_the_reference_for_every_pair_of_dtypes(exact_half_step, f_dtype, copy_dtype):
+def test_bits_equal_the_reference_for_every_pair_of_dtypes(exact_half_step, f_dtype, copy_dtype, gamma):
     half_step, device = exact_half_step
     settings = {"half_steps": 6, "f_dtype": f_dtype, "copy_dtype": copy_dtype, "n": 1300}
     for beta in (0.8, 0.6):
-        radix = Radix.nearest(beta, 24)
+        radix = Radix.nearest(beta, 24, gamma)
         expected = roundtrip(exact.HalfStep, radix, device, **settings)
         assert all(map(torch.equal, roundtrip(half_step, radix, device, **settings), expected))
 
@@ -126,13 +186,13 @@ def test_random_bits_and_extremes_survive_a_step_and_its_inverse(exact_half_step
         y, f = y // 4, f / 4
     state = ((y << 32) | r).to(device)
     start, copy, expected = state.clone(), torch.empty(2004, device=device), state.clone()
-    bound_step = half_step(state, copy, radix, 1)
-    partial = bound_step.relax_norms(f.to(device))
+    bound_step = half_step(state, copy, [radix])
+    partial = bound_step.relax_norms(f.to(device), None, radix)
     assert not bound_step.alarm.any()
-    specified = exact.HalfStep(expected, torch.empty_like(copy), radix, 1)
-    assert torch.equal(partial, specified.relax_norms(f.to(device)))
+    specified = exact.HalfStep(expected, torch.empty_like(copy), [radix])
+    assert torch.equal(partial, specified.relax_norms(f.to(device), None, radix))
     assert torch.equal(state, expected)
-    bound_step.invert(f.to(device))
+    bound_step.invert(f.to(device), radix)
     assert torch.equal(state, start)
 
 
@@ -140,11 +200,12 @@ def test_random_bits_and_extremes_survive_a_step_and_its_inverse(exact_half_step
 def test_what_does_not_fit_raises_the_alarm_of_its_half_step(exact_half_step, bad):
     half_step, device = exact_half_step
     state, copy = torch.zeros(300, dtype=torch.int64, device=device), torch.zeros(300, device=device)
-    step = half_step(state, copy, Radix.nearest(0.5, 24), 3)
+    radix = Radix.nearest(0.5, 24)
+    step = half_step(state, copy, [radix] * 3)
     f = torch.zeros(300, device=device)
-    step.relax(f)
+    step.relax(f, None, radix)
     f[17] = bad
-    step.relax(f)
+    step.relax(f, None, radix)
     alarm = step.alarm.amax(1).cpu().view(torch.float32)
     assert alarm[0] == 0
     assert torch.equal(alarm[1], torch.tensor(abs(bad))) or (alarm[1].isnan() and bad != bad)
@@ -306,7 +367,8 @@ def test_remainders_that_do_not_fit_into_memory_are_an_error_with_their_size(mon
     def none_left(*args, **kwargs):
         raise RuntimeError("not enough memory: you tried to allocate")
 
-    half_step = exact.HalfStep(torch.zeros(2**20, dtype=torch.int64), torch.zeros(2**20), Radix.nearest(0.9, 24), 64)
+    steps = [Radix.nearest(0.9, 24)] * 64
+    half_step = exact.HalfStep(torch.zeros(2**20, dtype=torch.int64), torch.zeros(2**20), steps)
     monkeypatch.setattr(torch, "empty_like", none_left)
     with pytest.raises(
         MemoryError, match=r"64 steps at beta = 0.9 take 28 bytes per element.*0.1 GiB in all.*smaller beta"

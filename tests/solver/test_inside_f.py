@@ -75,6 +75,30 @@ def test_a_custom_function_and_a_view_of_a_captured_tensor():
     compare(lambda z: torch.tanh(Scale.apply(z, weight) + table[2:5]), torch.zeros(3, 4), inputs=[weight, table])
 
 
+def _by_index(z, new):
+    out = torch.zeros_like(z)
+    out[[0, 1]] = new
+    return 0.5 * out
+
+
+def _into_a_view(z, new):
+    out = torch.zeros_like(z)
+    out[0].add_(new[0])
+    out[1].copy_(new[1])
+    return 0.5 * out
+
+
+@pytest.mark.parametrize("written", [_by_index, _into_a_view])
+def test_f_may_write_its_result_in_place(written):
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    shift = x + 1  # a result that f closes over
+
+    def f(z):
+        return written(z, torch.tanh(layer(z) + shift))
+
+    compare(f, torch.zeros(2, 3), inputs=[*layer.parameters(), x], max_steps=4)
+
+
 def test_a_frozen_parameter_stays_frozen():
     f = MLP()
     f.inner.weight.requires_grad_(False)
@@ -793,7 +817,7 @@ def test_layers_are_copied_saved_and_pickled():
     other = revdeq.RevDEQ(MLP(), beta=0.7, max_steps=3, tol=1e-4)
     other.load_state_dict(deq.state_dict())
     assert torch.equal(other(x), expected)
-    assert "beta=0.7, max_steps=3, tol=0.0001" in repr(deq)
+    assert "beta=0.7, max_steps=3, tol=0.0001" in repr(deq) and "gamma" not in repr(deq)
 
 
 def test_a_solve_inside_a_solve():

@@ -165,7 +165,7 @@ def test_keywords_by_name_are_checked_for_their_spelling(caplog):
     with caplog.at_level(logging.INFO):
         torchdeq.get_deq(core="reversible", hidden=4)
     assert "does not use hidden = 4" in caplog.text
-    with pytest.raises(ValueError, match="beta = 1 must lie"):
+    with pytest.raises(ValueError, match="beta = 1 must not be 1"):
         torchdeq.get_deq(core="reversible", beta=1)
 
 
@@ -186,10 +186,28 @@ def test_settings_of_the_solver_by_name_and_from_a_command_line():
         torchdeq.get_deq(core="reversible", check="yes")
 
 
-def test_gamma_is_torchdeqs_in_a_namespace_and_ours_by_name(monkeypatch):
-    monkeypatch.setitem(revdeq.torchdeq.SETTINGS, "gamma", 0.0)
-    monkeypatch.setattr(revdeq.torchdeq, "_probe", lambda steps, settings: None)  # today's solver may have none
-    assert settings_of(torchdeq.get_deq(namespace("--gamma", "0.7")))["gamma"] == 0.0
+def test_every_option_of_the_solver_can_be_given():
+    program, x = Program(namespace("--f_max_iter", "8", "--f_tol", "0")), torch.randn(4, 3)
+    given = {"beta": 0.75, "gamma": 0.8, "state": "exact", "check": "raise", "gradient": "exact", "keep": 3}
+    given["backward_steps"] = 2
+    assert given.keys() == revdeq.torchdeq.SETTINGS.keys()
+    for name, value in given.items():
+        flags = [] if value is None else [f"--rev_{name}", str(value)]
+        assert settings_of(torchdeq.get_deq(namespace(*flags)))[name] == value
+        assert settings_of(torchdeq.get_deq(core="reversible", **{name: value}))[name] == value
+        assert program(x, solver_kwargs={name: value})[1]["nstep"][0] == 8
+
+
+def test_the_implicit_gradient_is_torchdeqs():
+    ours = Program(core="reversible", f_max_iter=200, f_tol=1e-6, gradient="implicit")
+    theirs, x = Program(ift=True, f_max_iter=200, b_max_iter=200, f_tol=1e-6, b_tol=1e-6), torch.randn(4, 3)
+    gradients = [torch.autograd.grad(program(x)[0][-1].sum(), list(program.parameters())) for program in (ours, theirs)]
+    for g, e in zip(*gradients, strict=True):
+        assert (g - e).norm() <= 1e-4 * e.norm()
+
+
+def test_gamma_is_torchdeqs_in_a_namespace_and_ours_by_name():
+    assert settings_of(torchdeq.get_deq(namespace("--gamma", "0.7")))["gamma"] == 1.0
     assert settings_of(torchdeq.get_deq(namespace("--gamma", "0.7", "--rev_gamma", "0.2")))["gamma"] == 0.2
     assert settings_of(torchdeq.get_deq(core="reversible", gamma=0.3))["gamma"] == 0.3
 
@@ -314,6 +332,60 @@ def test_states_on_the_way_see_one_random_draw():
     deq = torchdeq.get_deq(core="reversible", f_max_iter=8, n_states=2, no_stat=True)
     deq(f, torch.zeros(2, 3))
     assert len(masks) == 1
+
+
+# What torchdeq does to the modules that f calls
+
+
+@pytest.mark.parametrize("norm_type", ["weight_norm", "spectral_norm"])
+def test_several_forward_passes_before_one_backward_pass(norm_type):
+    torch.manual_seed(0)
+    deq, x = torchdeq.get_deq(core="reversible", f_max_iter=8, check="raise"), torch.randn(2, 3, 6)
+    decoder = Decoder(argparse.Namespace(norm_type=norm_type), 6)
+    decoder.drop.dropout = 0.5
+
+    def loss(x):
+        torchdeq.reset_deq(decoder)
+        return deq(lambda z: decoder(z, x), torch.zeros_like(x))[0][-1].square().sum()
+
+    def after(seed, losses):
+        torch.manual_seed(seed)
+        decoder.load_state_dict(start)  # spectral_norm moves its vectors
+        return torch.autograd.grad(sum(losses()), list(decoder.parameters()), allow_unused=True)
+
+    start = {name: value.clone() for name, value in decoder.state_dict().items()}
+    both = after(1, lambda: [loss(x), loss(2 * x)])
+    weight, mask = decoder.mix.weight, decoder.drop.mask
+    first = after(1, lambda: [loss(x)])
+
+    def second():
+        loss(x)
+        yield loss(2 * x)
+
+    for b, f, s in zip(both, first, after(1, second), strict=True):
+        assert (b - f - s).norm() <= 1e-5 * b.norm()
+    assert weight is not decoder.mix.weight and mask is not decoder.drop.mask
+
+
+def test_a_hook_inside_f_is_refused_and_its_alternative_is_right():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+
+    def gradient(inner, outer):
+        def f(z):
+            w, _ = inner(lambda v: 0.3 * torch.tanh(layer(v) + z), torch.zeros(3, 4))
+            return torch.tanh(w[-1] + x)
+
+        return torch.autograd.grad(outer(f, torch.zeros(3, 4))[0][-1].sum(), list(layer.parameters()))
+
+    outer = torchdeq.get_deq(core="reversible", f_max_iter=12)
+    with pytest.raises(RuntimeError, match="func contains a core of torchdeq's with hook_ift=True"):
+        gradient(torchdeq.get_deq(hook_ift=True), outer)
+    converged = {"f_max_iter": 60, "b_max_iter": 60, "f_tol": 1e-7, "b_tol": 1e-7}
+    ours = gradient(torchdeq.get_deq(ift=True, **converged), outer)
+    theirs = gradient(torchdeq.get_deq(core="reversible", f_max_iter=40), outer)
+    for g, e in zip(ours, theirs, strict=True):
+        assert (g - e).norm() <= 1e-4 * e.norm()
 
 
 # Programs of torchdeq's zoo that need a GPU or data of gigabytes: what they call, with their arguments

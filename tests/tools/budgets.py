@@ -15,11 +15,12 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from machine_code import Statistics
 
-from revdeq.kernels import backends, exact, reference
+from revdeq.kernels import Coefficients, Radix, backends, half_step
 
 TABLE = """
 kernel                              reads      writes  sums  alarm  f64    fma    registers:  sm_75  sm_80  sm_86  sm_89  sm_90  sm_100  sm_120  gfx90a  gfx942  gfx1100
@@ -49,7 +50,6 @@ exact invert_adjoint, spill, p > 1  8+4+4+4+4  8+4+4   -     -      0      0/1  
 exact invert_compare, p > 1         8+4+4+4+4  4       4+4   -      0      0/2                  136    128    128    128    128     152     144     224     256      104
 """  # noqa: E501
 
-BETA = torch.tensor(0.8, dtype=torch.float32, device="cpu").item()
 N = 5000  # its value specialises nothing
 
 
@@ -57,20 +57,32 @@ def zeros(dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(N, dtype=dtype, device="cpu")
 
 
-def float64_state(operation: str, dtype: torch.dtype = torch.float32, beta: float = BETA) -> None:
+def arguments(operation: str, dtype: torch.dtype, step: Any) -> tuple[Any, ...]:
+    """What an operation is called with."""
+    f, adjoint, other = (zeros(t) for t in (dtype, *[torch.promote_types(dtype, torch.float32)] * 2))
+    floor = torch.ones((), device="cpu")
+    return {
+        "relax": (f, zeros(dtype), step),
+        "relax_norms": (f, zeros(dtype), step),
+        "invert": (f, step),
+        "invert_adjoint": (f, adjoint, zeros(dtype), other, step, step),
+        "invert_compare": (f, zeros(dtype), floor, adjoint, zeros(dtype), other, step, step),
+    }[operation]
+
+
+def float64_state(operation: str, dtype: torch.dtype = torch.float32, beta: float = 0.8, gamma: float = 1.0) -> None:
     """Launches an operation on the float64 state."""
-    f, adjoint = zeros(dtype), zeros(torch.promote_types(dtype, torch.float32))
-    extra = {"invert_adjoint": (adjoint, f), "invert_compare": (f, adjoint, f)}.get(operation, ())
-    getattr(backends.gpu.HalfStep(zeros(torch.float64), zeros(dtype), beta), operation)(f, *extra)
+    bound = backends.gpu.HalfStep(zeros(torch.float64), zeros(dtype))
+    getattr(bound, operation)(*arguments(operation, dtype, Coefficients.rounded(beta, gamma)))
 
 
-def exact_state(operation: str, beta: float = 0.8, spill: bool = False) -> None:
-    """The same on the integer state. beta = .8 makes p = 1, beta = .6 makes p = 2."""
-    f, radix = zeros(torch.float32), exact.Radix.nearest(beta, 24)
-    half_step = backends.gpu_exact.HalfStep(zeros(torch.int64), zeros(torch.float32), radix, 64, [zeros(torch.int32)])
-    half_step.done = (radix.free_half_steps if spill else 0) + operation.startswith("invert")
-    extra = {"invert_adjoint": (f, f), "invert_compare": (f, f, f)}.get(operation, ())
-    getattr(half_step, operation)(f, *extra)
+def exact_state(operation: str, beta: float = 0.8, gamma: float = 1.0, spill: bool = False) -> None:
+    """The same on the integer state."""
+    radix = Radix.nearest(beta, 24, gamma)
+    state, copy, aside = zeros(torch.int64), zeros(torch.float32), [zeros(torch.int32)]
+    bound = backends.gpu_exact.HalfStep(state, copy, [radix] * 64, aside)
+    bound.done = (radix.free_half_steps if spill else 0) + operation.startswith("invert")
+    getattr(bound, operation)(*arguments(operation, torch.float32, radix))
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {

@@ -1,0 +1,355 @@
+"""A GPU's host side without one: a device made in Python, whose tensors keep their numbers on the CPU.
+
+    from fake_gpu import DEVICE, driver, emulated
+    x = torch.randn(3, 6, device=DEVICE)        # "fakegpu:0", while fakegpu:1 is current
+    with emulated():                            # its Triton launches go to the PTX emulator
+        revdeq.solve(f, x)
+    driver.waits                                # what made the host wait for the device
+
+What is like a GPU: PyTorch runs backward passes in a thread of the device's own. A value that is read on the host makes
+it wait, and is noted. A copy to the host that nobody waits for is garbage until its stream has come to it, and the
+first question to an event finds it not ready; an event on another stream says nothing about it. While a graph is
+recorded, asking and waiting are errors. The device has a generator of its own, and an allocator that counts. Tensors
+of two devices do not mix. The other device is current, so that whatever relies on the current one goes wrong.
+
+What it cannot show: operations run at once, one after the other, so there is neither asynchrony nor a race between
+streams; a graph is not recorded, let alone replayed; memory is counted by tensors, without what an operation needs
+inside; kernels other than ours are the CPU's; nothing can be said about speed. PyTorch gives a device made in Python
+one thread, so that only fakegpu:0 has backward passes; and only if this module was imported before the process's first.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+
+try:
+    from torch.utils.backend_registration import (
+        _DummyBackendModule,
+        _setup_privateuseone_for_python_backend,
+    )
+except ImportError:
+    pytest.skip(f"torch {torch.__version__} has no devices made in Python", allow_module_level=True)
+
+aten = torch.ops.aten
+NAME = "fakegpu"
+READS = {aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten._unique2}
+"""Operations whose result, or its size, the host has to know."""
+
+
+class Stream:
+    """Work that was asked for and that nobody has waited for: copies to the host."""
+
+    def __init__(self):
+        self.asked, self.done, self._copies = 0, 0, []
+
+    def copy(self, source, target):
+        source = source.clone()  # as it is at this point
+        self._copies.append(lambda: target.copy_(source))
+        self.asked += 1
+
+    def run(self):
+        for copy in self._copies:
+            copy()
+        self._copies.clear()
+        self.done = self.asked
+
+    def synchronize(self):
+        driver.wait("a stream")
+        self.run()
+
+
+class Event:
+    """It is not ready when it is first asked, unless there was nothing to do."""
+
+    def record(self, stream=None):
+        self.stream = driver.current_stream() if stream is None else stream
+        self.at = self.stream.asked
+
+    def query(self):
+        driver.refuse("a question to an event")
+        ready = self.stream.done >= self.at
+        self.stream.run()
+        return ready
+
+    def synchronize(self):
+        driver.wait("an event")
+        self.stream.run()
+
+
+class Driver(_DummyBackendModule):
+    """torch.fakegpu, and what tests want to know or set.
+
+    waits: of the host, by what they were for. launches: of Triton kernels, by name.
+    old: as before torch 2.10, the generator cannot be read or set while a graph is recorded.
+    """
+
+    Stream, Event = Stream, Event
+
+    def __init__(self):
+        self.waits, self.launches, self.old = [], Counter(), False
+        self._index, self._captured = 1, None
+        self._streams = [Stream() for _ in range(self.device_count())]
+        self._generators = [torch.Generator().manual_seed(i) for i in range(self.device_count())]
+        self._allocated = [0] * self.device_count()
+        self._peak = [0] * self.device_count()
+        self._storages = weakref.WeakSet()
+        self._one_at_a_time = threading.RLock()
+
+    # devices, streams and waiting
+
+    def device_count(self):
+        return 2
+
+    def current_device(self):
+        return self._index
+
+    def set_device(self, device):
+        self._index = self._number(device)
+
+    @contextlib.contextmanager
+    def device(self, device):
+        before = self._index
+        self._index = self._number(device)
+        try:
+            yield
+        finally:
+            self._index = before
+
+    def _number(self, device):
+        if isinstance(device, int):
+            return device
+        index = None if device is None else torch.device(device).index
+        return self._index if index is None else index
+
+    def current_stream(self, device=None):
+        return self._streams[self._number(device)]
+
+    def synchronize(self, device=None):
+        self.wait("the device")
+        self.current_stream(device).run()
+
+    def wait(self, what):
+        self.refuse(f"to wait for {what}")
+        self.waits.append(what)
+
+    # graphs
+
+    @contextlib.contextmanager
+    def recording(self, device):
+        """As in `with torch.cuda.graph(...)`."""
+        self._captured, self.spoiled = self._number(device), ""
+        try:
+            with self.device(device):
+                yield
+        finally:
+            self._captured = None
+        assert not self.spoiled, self.spoiled
+
+    def is_current_stream_capturing(self):
+        return self._captured == self._index
+
+    def refuse(self, what):
+        if self._captured is not None:
+            self.spoiled = f"{what} is not permitted while a graph is recorded"
+            raise RuntimeError(self.spoiled)
+
+    # generators
+
+    def manual_seed_all(self, seed):
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+    def _refuse_generator(self, index):
+        if self.old and self._captured == index:
+            raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
+
+    def get_rng_state(self, device=None):
+        self._refuse_generator(self._number(device))
+        return self._generators[self._number(device)].get_state()
+
+    def set_rng_state(self, state, device=None):
+        self._refuse_generator(self._number(device))
+        self._generators[self._number(device)].set_state(state)
+
+    @contextlib.contextmanager
+    def drawing(self, index):
+        """Operations take no generator, but the CPU's: it is this device's for a while."""
+        with self._one_at_a_time, torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._generators[index].get_state())
+            yield
+            self._generators[index].set_state(torch.get_rng_state())
+
+    # memory
+
+    def note(self, raw, index):
+        storage = raw.untyped_storage()
+        if storage not in self._storages:
+            self._storages.add(storage)
+            self._count(index, storage.nbytes())
+            weakref.finalize(storage, self._count, index, -storage.nbytes()).atexit = False
+
+    def _count(self, index, size):
+        self._allocated[index] += size
+        self._peak[index] = max(self._peak[index], self._allocated[index])
+
+    def memory_allocated(self, device=None):
+        return self._allocated[self._number(device)]
+
+    def max_memory_allocated(self, device=None):
+        return self._peak[self._number(device)]
+
+    def reset_peak_memory_stats(self, device=None):
+        self._peak[self._number(device)] = self.memory_allocated(device)
+
+    def get_device_name(self, device=None):
+        return "no GPU"
+
+    def get_amp_supported_dtype(self):
+        return [torch.float16, torch.bfloat16]
+
+
+driver = Driver()
+_setup_privateuseone_for_python_backend(NAME, driver)
+DEVICE, OTHER = torch.device(NAME, 0), torch.device(NAME, 1)
+
+
+class Tensor(torch.Tensor):
+    """raw: the numbers, on the CPU."""
+
+    @staticmethod
+    def __new__(cls, raw, index):
+        layout = {"strides": raw.stride(), "storage_offset": raw.storage_offset()}
+        x = torch.Tensor._make_wrapper_subclass(
+            cls, raw.size(), dtype=raw.dtype, device=torch.device(NAME, index), **layout
+        )
+        x.raw, x.index = raw, index
+        driver.note(raw, index)
+        return x
+
+    def __repr__(self):
+        return f"on {self.device}: {self.raw!r}"
+
+    @property
+    def data(self):
+        return self.detach()
+
+    @data.setter
+    def data(self, other):
+        torch.Tensor.data.__set__(self, other)
+        self.raw, self.index = other.raw, other.index
+
+    def data_ptr(self):
+        return self.raw.data_ptr()
+
+    def untyped_storage(self):
+        return self.raw.untyped_storage()
+
+    def tolist(self):
+        return self.cpu().tolist()
+
+    def numpy(self):
+        raise TypeError(f"can't convert {self.device} tensor to numpy")
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        here = next(x for x in given if isinstance(x, Tensor))
+        packet = func.overloadpacket
+        if packet is aten.copy_:
+            return _copy(*args[:2], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        _refuse_a_mixture(func, given)
+        target = kwargs.get("device")
+        if target is not None and torch.device(target).type != NAME:
+            size = kwargs.get("memory_format", torch.preserve_format)
+            out = torch.empty_like(here.raw, dtype=kwargs.get("dtype"), memory_format=size)
+            return _copy(out, here, kwargs.get("non_blocking", False))
+        index = here.index if target is None else driver._number(target)
+        if target is not None:
+            kwargs["device"] = torch.device("cpu")
+        if packet in READS:
+            driver.wait(packet.__name__)
+        if packet is aten._fused_sdp_choice:
+            return 0  # the plain one: the others belong to devices
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        with driver.drawing(index) if draws else contextlib.nullcontext():
+            inner = func(*tree_map(_raw, args), **tree_map(_raw, kwargs))
+        out = tree_map(lambda x: Tensor(x, index) if isinstance(x, torch.Tensor) else x, inner)
+        return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+def _raw(x):
+    return x.raw if isinstance(x, Tensor) else x
+
+
+def _refuse_a_mixture(func, tensors):
+    places = {x.device for x in tensors if x.dim() > 0 or isinstance(x, Tensor)}
+    if len(places) > 1 and func.overloadpacket not in (aten.index, aten.index_put_, aten.index_put):
+        raise RuntimeError(f"{func}: expected all tensors to be on the same device, found {places}")
+
+
+def _copy(target, source, non_blocking):
+    if isinstance(target, Tensor):
+        target.raw.copy_(_raw(source))
+    elif non_blocking:
+        target.view(-1).view(torch.uint8).fill_(85)
+        driver.current_stream(source.device).copy(source.raw, target)
+    else:
+        driver.wait("a copy")
+        driver.current_stream(source.device).run()
+        target.copy_(source.raw)
+    return target
+
+
+_library = torch.library.Library("aten", "IMPL")
+
+
+def _empty(size, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
+    raw = torch.empty(size, dtype=dtype, device="cpu", memory_format=memory_format or torch.contiguous_format)
+    return Tensor(raw, driver._number(device))
+
+
+def _empty_strided(size, stride, dtype=None, layout=None, device=None, pin_memory=None):
+    return Tensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"), driver._number(device))
+
+
+def _copy_from(source, target, non_blocking=False):
+    return _copy(target, source, non_blocking)
+
+
+_library.impl("_copy_from", _copy_from, "PrivateUse1")
+_library.impl("empty.memory_format", _empty, "PrivateUse1")
+_library.impl("empty_strided", _empty_strided, "PrivateUse1")
+
+
+@contextlib.contextmanager
+def emulated(name="sm_90"):
+    """Launches of Triton kernels on tensors of this device are executed as on that GPU, bit for bit."""
+    from emulator import emulating
+    from gpu_targets import TARGETS, missing
+
+    if missing:
+        pytest.skip(missing)
+    from revdeq.kernels import backend, gpu
+    from triton.runtime.jit import JITFunction
+
+    with emulating(TARGETS[name], unordered=["p_alarm"]), pytest.MonkeyPatch.context() as patch:
+        run, runs_on = JITFunction.run, gpu.runs_on
+
+        def on_raw_memory(kernel, *args, **kwargs):
+            places = {x.device for x in args if isinstance(x, torch.Tensor)}
+            if places != {torch.device(NAME, driver.current_device())}:
+                raise RuntimeError(f"a launch on {NAME}:{driver.current_device()} with tensors on {places}")
+            driver.launches[kernel.__name__] += 1
+            run(kernel, *map(_raw, args), **kwargs)
+
+        patch.setattr(JITFunction, "run", on_raw_memory)
+        patch.setattr(gpu, "runs_on", lambda device: device.type == NAME or runs_on(device))
+        with backend("triton"):
+            yield
