@@ -332,7 +332,7 @@ def main():
 
     names = arguments.study or list(STUDIES)
     if arguments.report:
-        evidence_report.report(arguments.results)
+        evidence_report.report(arguments.results, arguments.runs)
         return
     if arguments.data is None and any(not STUDIES[name].sizes for name in names):
         parser.error("DIR is missing: all studies but prefix and maze read data")
@@ -377,7 +377,7 @@ def main():
     for name in names:
         if STUDIES[name].sizes and name not in known:
             append(arguments.results / "memory.csv", MEMORY, list(memory(name)))
-    evidence_report.report(arguments.results)
+    evidence_report.report(arguments.results, arguments.runs)
 
 
 if __name__ == "__main__":

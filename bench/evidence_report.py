@@ -1,6 +1,7 @@
 """Tables and plots of the rows that evidence.py wrote; rows of stale or spliced runs are refused."""
 
 import collections
+import json
 import statistics
 
 from evidence import EDITION, STUDIES, Task, table
@@ -57,7 +58,18 @@ def chosen(rows):
         yield key, [row for row in group if row["lr"] == best], len({row["lr"] for row in first})
 
 
-def report(results):
+def begun(runs):
+    """Trainings that have not ended, and how far they have come."""
+    for config in sorted(runs.glob("*/config.json")):
+        rows, saved = table(config.parent / "metrics.csv"), json.loads(config.read_text(encoding="utf-8"))
+        total = saved["training"]["updates"]
+        if rows and int(rows[-1]["update"]) < total:
+            metrics = [row["metric"] for row in rows if row["metric"]]
+            last = f", {float(metrics[-1]):.4g} on the validation set" if metrics else ""
+            yield f"- {config.parent.name}: update {int(rows[-1]['update']):,} of {total:,}{last}"
+
+
+def report(results, runs=None):
     rows, curves, probes, memory = (table(results / f"{name}.csv") for name in ("runs", "curves", "probes", "memory"))
     if found := problems(rows, curves, probes):
         raise SystemExit("\n".join(["the tables cannot be reported as they are:", *sorted(found)]))
@@ -72,6 +84,8 @@ def report(results):
         lines += [f"![{name}]({name}.png)", "", "```"]
         lines += [*dict.fromkeys(row["command"] for row in ours if row["seed"] == "0"), "```", ""]
         lines += plotted(results, name, ours, curves, probes)
+    if runs is not None and (lines_begun := list(begun(runs))):
+        lines += ["## Still in training", "", *lines_begun, ""]
     page = results / "README.md"
     written = page.read_text(encoding="utf-8").partition(MADE)[0] if page.exists() else ""
     page.write_text(written + "\n".join(lines).rstrip() + "\n", encoding="utf-8")
