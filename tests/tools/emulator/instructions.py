@@ -56,7 +56,7 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     r"sub\.rn\.(f32|f64|f32x2)": np.subtract,
     r"mul\.rn\.(f32|f64|f32x2)": np.multiply,
     r"fma\.rn\.(f32|f64|f32x2)": fma,
-    r"div\.rn\.(f64)": np.divide,
+    r"div\.rn\.(f32|f64)": np.divide,
     r"neg\.(s32|s64)": np.negative,
     r"abs\.(f32|f64)": np.abs,
     r"add\.(s32|s64)": np.add,

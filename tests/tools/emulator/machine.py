@@ -27,7 +27,7 @@ class Machine:
         if len(padded) != len(program.parameters):
             raise EmulationError(f"{len(arguments)} arguments for {len(program.parameters) - 2} parameters")
         self.parameters = {
-            name: np.array([value], DTYPES[kind])
+            name: _parameter(value, DTYPES[kind])
             for (name, kind), value in zip(program.parameters.items(), padded, strict=True)
         }
         self.values = {name: np.zeros(everyone.size, _bits(DTYPES[kind])) for name, kind in program.registers.items()}
@@ -86,6 +86,13 @@ class Machine:
             raise EmulationError(f"register {register} is not of the size of what is written to it")
         self.values[register][threads] = value.view(self.values[register].dtype)
         self.written[register][threads] = True
+
+
+def _parameter(value: int | float, dtype: np.dtype) -> np.ndarray:
+    """Of an integer, the bits: a parameter's type does not say whether it is signed."""
+    if dtype.kind == "f":
+        return np.array([value], dtype)
+    return np.array([value & (1 << 8 * dtype.itemsize) - 1], _bits(dtype)).view(dtype)
 
 
 def _bits(dtype: np.dtype) -> np.dtype:
