@@ -114,12 +114,13 @@ def test_ptx_finds_elements_beyond_32_bits(operation, state, gpu_name):
         f, read, initial = (torch.randn(1500) for _ in range(3))
         before, settings = exact.encode(initial, step), ([step] * 4,)
         classes = exact.HalfStep, gpu_exact.HalfStep
+    block = {"float64": gpu.RELAX_BLOCK if operation == "relax" else gpu.INVERT_BLOCK, "exact": gpu_exact.BLOCK}[state]
     results = []
     for half_step_class, kind in zip(classes, (torch.Tensor, LastElements), strict=True):
         left = [x.clone() for x in (before, read if operation == "invert_adjoint" else copy, adjoint)]
         bound = half_step_class(left[0].as_subclass(kind), left[1], *settings)
         bound.done = 1
-        with emulating(TARGETS[gpu_name], last=3, before=2**31):
+        with emulating(TARGETS[gpu_name], last=-(-1500 // block), before=2**31):
             if operation == "relax":
                 bound.relax(f, read, step)
             else:

@@ -6,7 +6,7 @@ import numpy as np
 
 from .instructions import DTYPES, execute, is_known
 from .memory import Memory
-from .parse import EmulationError, Program
+from .parse import EmulationError, Program, elements
 
 
 class Machine:
@@ -33,6 +33,9 @@ class Machine:
         self.values = {name: np.zeros(everyone.size, _bits(DTYPES[kind])) for name, kind in program.registers.items()}
         self.written = {name: np.zeros(everyone.size, bool) for name in program.registers}
         self._everyone = everyone
+        results = {x for i in program.instructions if i.operands for x in elements(i.operands[0])}
+        self.undefined = program.registers.keys() - results
+        """Registers that nothing writes. The compiler puts them into halves of a pair that nothing looks at."""
 
     def run(self) -> None:
         """The threads that are furthest behind go first, so that those that parted meet again."""
