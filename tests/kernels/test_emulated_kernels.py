@@ -96,6 +96,37 @@ def test_ptx_gives_the_bits_of_the_reference(operation, gpu_name, f_dtype, copy_
             compare(run(gpu.HalfStep, operation, *case, step), run(reference.HalfStep, operation, *case, step))
 
 
+def dividends(a, seed):
+    """Numbers over all exponents of float64, of which some have a quotient by a that is nearly, or exactly, between two
+    numbers, or at the ends of the range."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.arange(-1074, 1024, dtype=torch.float64).repeat(2)
+    bits = torch.randint(2**52, 2**53, exponents.shape, generator=generator).double()
+    halves = torch.where(torch.arange(len(bits)) % 2 == 0, 0.0, 0.5)
+    near = (bits - 2.0**52 + 2.0**51 + halves) * 2.0**-52 * a  # its quotient has one bit more than there is room for
+    x = torch.ldexp(torch.cat([bits * 2.0**-53, near]), exponents.repeat(2))
+    x = torch.cat([x, x.nextafter(torch.tensor(torch.inf).double()), x.nextafter(-torch.tensor(torch.inf).double())])
+    ends = [0.0, 5e-324, 2.0**-1022, 2.0**-900 * a, 2.0**1023 * a, torch.finfo(torch.float64).max, torch.inf, torch.nan]
+    ends = torch.tensor(ends, dtype=torch.float64)
+    x = torch.cat([x, ends, ends.nextafter(torch.zeros((), dtype=torch.float64)), ends.nextafter(2 * ends)])
+    return torch.cat([x, -x])
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.8, 0.9, 1.2, 0.1, 1 - 2.0**-24, 1.9])
+def test_a_quotient_by_way_of_the_reciprocal_is_the_quotient(beta):
+    """For every exponent, subnormal quotients and those that overflow included."""
+    step = Coefficients.rounded(beta)
+    x = dividends(step.a, seed=int(1000 * beta))
+    results = []
+    for half_step_class in (gpu.HalfStep, reference.HalfStep):
+        state, copy = x.clone(), torch.zeros_like(x)
+        with emulated("sm_90"):
+            half_step_class(state, copy).invert(torch.zeros(x.shape), step)
+        results.append([state, copy])
+    compare(*results)
+    assert results[0][0].isfinite().any() and (results[0][0].abs() < 2.0**-1022).any()
+
+
 class LastElements(torch.Tensor):
     """Of a tensor that has 2^31 more in front of them."""
 
