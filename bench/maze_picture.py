@@ -3,8 +3,8 @@
     python -m revdeq train maze-tiny
     python bench/maze_picture.py runs/maze-tiny/last.pt            # maze-solved.png and .gif in bench/results/evidence
 
-Every answer is a solve of its own, from z = 0. Of those of 200 mazes that are solved with N = 32, it is the one with most
-to show: a long path, and much beside it to be ruled out.
+Every answer is a solve of its own, from z = 0. Of 200 mazes, and of those that are solved with N = 32, it is the one with
+most to show: a long path, and much beside it to be ruled out.
 """
 
 import argparse
