@@ -3,7 +3,7 @@
     python -m revdeq train maze-tiny
     python bench/maze_picture.py runs/maze-tiny/last.pt            # maze-solved.png and .gif in bench/results/evidence
 
-Every answer is a solve of its own, from z = 0. Of 200 mazes, and of those that are solved with N = 32, it is the one with
+Every answer is a solve of its own, from z = 0. Of 200 mazes, among those that are solved with N = 32, it is that with
 most to show: a long path, and much beside it to be ruled out.
 """
 
