@@ -24,7 +24,7 @@ from turns import take_turns
 import revdeq
 from revdeq._solver import function as evaluate
 from revdeq._solver.adjoint import Totals
-from revdeq.kernels import half_step
+from revdeq.kernels import half_step_for
 
 N = 8
 PARTS = (
@@ -93,7 +93,7 @@ def one_step(f, x, seed, n):
         with clock.part(phase[0]):
             return f(*args)
 
-    steps = half_step(DEVICE)
+    steps = half_step_for(DEVICE)
     inputs = [x, *f.parameters()]
     with contextlib.ExitStack() as stack:
         for owner, attribute, name in (

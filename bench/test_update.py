@@ -15,11 +15,11 @@ from table import device
 from turns import ratio, take_turns
 
 from revdeq import kernels
-from revdeq.kernels import exact, reference
+from revdeq.kernels import Coefficients, Radix, reference, reference_exact
 
 DEVICE = device()
-BETA = torch.tensor(0.8, dtype=torch.float32).item()
-RADIX = exact.Radix.nearest(0.8, 24)
+STEP, RADIX = Coefficients.rounded(0.8), Radix.nearest(0.8, 24)
+BETA = STEP.b
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # the compiler's own
 PART = 2**18
@@ -71,8 +71,8 @@ def forward(n, dtype):
     """The providers, checked, and the bytes that one has to move."""
     state, f, copy, *_ = data(n, dtype)
     expected, expected_copy = state.clone(), torch.empty_like(copy)
-    for part in in_parts(expected, f, expected_copy):
-        reference.relax(*part, BETA)
+    for x, g, c in in_parts(expected, f, expected_copy):
+        reference.relax(x, g, None, c, STEP)
 
     def check(provider, tolerance=0.0):
         x, c = state.clone(), torch.empty_like(copy)
@@ -80,17 +80,17 @@ def forward(n, dtype):
         assert agree(results[0], expected, tolerance), NOTHING_TO_COMPARE
         assert tolerance or agree(results[1], expected_copy), NOTHING_TO_COMPARE
 
-    half_step = kernels.half_step(DEVICE)
-    check(lambda x, c: half_step(x, c, BETA).relax(f))
+    half_step = kernels.half_step_for(DEVICE)
+    check(lambda x, c: half_step(x, c).relax(f, None, STEP))
     check(lambda x, c: naive_forward(x, f))
     check(lambda x, c: in_place_forward(x, f, c))
     check(lambda x, c: compiled(in_place_forward)(x, f, c), 1e-15)  # it may contract a multiply-add
-    fused = half_step(state.clone(), torch.empty_like(copy), BETA)
+    fused = half_step(state.clone(), torch.empty_like(copy))
     integers = exact_half_step(state, f, copy, "relax")
     in_place = state.clone()
     providers = {
-        "fused": lambda: fused.relax(f),
-        "fused with norms": lambda: fused.relax_norms(f),
+        "fused": lambda: fused.relax(f, None, STEP),
+        "fused with norms": lambda: fused.relax_norms(f, None, STEP),
         "fused, exact state": integers,
         "unfused": lambda: naive_forward(state, f),
         "unfused, in place": lambda: in_place_forward(in_place, f, copy),
@@ -114,8 +114,8 @@ def in_place_backward(state, f, copy, adjoint, vjp):
 def backward(n, dtype):
     state, f, copy, adjoint, vjp = data(n, dtype)
     expected, expected_copy, expected_adjoint = state.clone(), torch.empty_like(f), adjoint.clone()
-    for part in in_parts(expected, f, expected_copy, expected_adjoint, vjp):
-        reference.invert_adjoint(*part, BETA)
+    for x, g, c, y, v in in_parts(expected, f, expected_copy, expected_adjoint, vjp):
+        reference.HalfStep(x, c).invert_adjoint(g, y, v, None, STEP, STEP)
 
     def check(provider, tolerance=0.0):
         x, c, g = state.clone(), torch.empty_like(copy), adjoint.clone()
@@ -124,17 +124,17 @@ def backward(n, dtype):
         assert tolerance or agree(results[1], expected_copy), NOTHING_TO_COMPARE
         assert agree(results[2], expected_adjoint, tolerance), NOTHING_TO_COMPARE
 
-    half_step = kernels.half_step(DEVICE)
-    check(lambda x, c, g: half_step(x, c, BETA).invert_adjoint(f, g, vjp))
+    half_step = kernels.half_step_for(DEVICE)
+    check(lambda x, c, g: half_step(x, c).invert_adjoint(f, g, vjp, None, STEP, STEP))
     check(lambda x, c, g: naive_backward(x, f, g, vjp))
     check(lambda x, c, g: in_place_backward(x, f, c, g, vjp))
     check(lambda x, c, g: compiled(in_place_backward)(x, f, c, g, vjp), 1e-6)
     integers = exact_half_step(state, f, copy, "invert_adjoint", adjoint.clone(), vjp)
     state.zero_(), f.zero_()  # repeated inversion would run into infinity, which is slow on some CPUs
-    fused = half_step(state.clone(), torch.empty_like(copy), BETA)
+    fused = half_step(state.clone(), torch.empty_like(copy))
     in_place, gradient = state.clone(), adjoint.clone()
     providers = {
-        "fused": lambda: fused.invert_adjoint(f, gradient, vjp),
+        "fused": lambda: fused.invert_adjoint(f, gradient, vjp, None, STEP, STEP),
         "fused, exact state": integers,
         "unfused": lambda: naive_backward(state, f, adjoint, vjp),
         "unfused, in place": lambda: in_place_backward(in_place, f, copy, gradient, vjp),
@@ -148,24 +148,24 @@ def exact_half_step(x, f, copy, operation, *more):
     """A half-step of the integer state, compared with its reference. It is always the first one, so that no
     remainder is put aside: what its bits become by repetition does not change the time."""
 
+    def call(half_step, f, *more):
+        half_step.done = 0 if operation == "relax" else 1
+        if operation == "relax":
+            half_step.relax(f, None, RADIX)
+        else:
+            half_step.invert_adjoint(f, *more, None, RADIX, RADIX)
+
     def bound(half_step, x, f, copy, *more):
-        state = exact.encode(x, RADIX)
-        bound_step = half_step(state, torch.empty_like(copy), RADIX, 1)
-        bound_step.done = 0 if operation == "relax" else 1
-        getattr(bound_step, operation)(f, *(y.clone() for y in more))
+        state = reference_exact.encode(x, RADIX)
+        bound_step = half_step(state, torch.empty_like(copy), [RADIX])
+        call(bound_step, f, *(y.clone() for y in more))
         return bound_step
 
-    ours = bound(kernels.exact_half_step(DEVICE), x, f, copy, *more)
+    ours = bound(kernels.half_step_for(DEVICE, "exact"), x, f, copy, *more)
     for state, result, *part in in_parts(ours.state, ours.copy, x, f, copy, *more):
-        expected = bound(exact.HalfStep, *part)
+        expected = bound(reference_exact.HalfStep, *part)
         assert torch.equal(state, expected.state) and torch.equal(result, expected.copy), NOTHING_TO_COMPARE
-    run, start = getattr(ours, operation), 0 if operation == "relax" else 1
-
-    def again():
-        ours.done = start
-        run(f, *more)
-
-    return again
+    return lambda: call(ours, f, *more)
 
 
 DIRECTIONS = {"forward": forward, "backward": backward}

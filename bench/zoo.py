@@ -9,15 +9,14 @@ and `--core reversible` on its command line. Nothing is fetched: images, sounds 
 without --data), and packages that only report or draw are replaced by dummies. Every solver makes the same number of
 evaluations of f in the forward pass, with no tolerance, except that torchdeq's gradients evaluate f a few times more.
 
-loss: of the last update. time: the median of the updates. memory: what the process's peak grew by since the optimizer
-was made. evaluations: of f in a forward pass of training.
+evaluations: of f in a forward pass of training, statistics included. loss: of the last update. time: the processor's,
+the median of the updates. memory: the most bytes in tensors at a time, in three more updates in a process of their own.
 """
 
 import argparse
 import contextlib
 import json
 import os
-import resource
 import runpy
 import statistics
 import subprocess
@@ -36,6 +35,7 @@ import torch
 import torchdeq
 
 import revdeq.torchdeq  # the one import line
+from revdeq._device import peak_memory
 
 
 @dataclass
@@ -51,11 +51,11 @@ class Program:
 
 PROGRAMS = {
     "IGNN, chains": Program(
-        "ignn/nodeclassification/train_IGNN_chains.py", 16, 150,
+        "ignn/nodeclassification/train_IGNN_chains.py", 16, 100,
         "--f_solver fixed_point_iter --norm_type spectral_norm --norm_clip --grad 5 --tau 0.5", "--fastmode",
     ),
     "INR, image": Program(
-        "deq-inr/scripts/train_2d_image.py", 16, 20, "--f_solver fixed_point_iter --grad 3 --norm_type none",
+        "deq-inr/scripts/train_2d_image.py", 16, 12, "--f_solver fixed_point_iter --grad 3 --norm_type none",
         "--dataset celeba --device cpu --filters siren_like --network_specs 1,128 --input_scale 64 --lr 0.003 "
         "--no_skip_solver",
     ),
@@ -71,7 +71,7 @@ PROGRAMS = {
         "--input_scale 128 --train_batch_size 4096",
     ),
     "MDEQ-small, CIFAR-10": Program(
-        "mdeq/mdeq_cifar/main.py", 22, 6, "--norm_type weight_norm --f_solver broyden --grad 5 --tau 0.5",
+        "mdeq/mdeq_cifar/main.py", 22, 5, "--norm_type weight_norm --f_solver broyden --grad 5 --tau 0.5",
         "--cfg {folder}/configs/small.yaml WORKERS 0 TRAIN.BATCH_SIZE_PER_GPU 16",
     ),
 }  # fmt: skip
@@ -87,23 +87,29 @@ DUMMIES = (
 )  # fmt: skip
 
 
-def run(checkout, name, solver, data, out):
-    """In the child: the program, until it has made its updates. Prints a line of JSON at the end."""
+def run(checkout, name, solver, data, out, only_memory):
+    """In the child: the program, until it has made its updates."""
     program = PROGRAMS[name]
     script = checkout / "deq-zoo" / program.script
-    record = Record(program.updates)
+    record = Record(3 if only_memory else program.updates)
     prepare(data)
     if "pandas" in script.read_text():  # which others would find, and use
-        sys.modules["pandas"] = mock.MagicMock()
-    own = program.own
-    words = f"{own} --f_max_iter {program.evaluations} --b_max_iter {program.evaluations} --f_tol 0 --b_tol 0 "
+        sys.modules["pandas"] = mock.MagicMock(__spec__=ModuleSpec("pandas", None))
+    words = f"{program.own} --f_max_iter {program.evaluations} --b_max_iter {program.evaluations} --f_tol 0 --b_tol 0 "
     words += f"{SOLVERS[solver]} {program.small.format(folder=script.parent)}"
     sys.argv = [str(script), *words.split()]
     sys.path[0] = str(script.parent)
     torch.manual_seed(0), np.random.seed(0)
-    with contextlib.suppress(Done):
-        runpy.run_path(str(script), run_name="__main__")
-    out.write_text(json.dumps(record.results()))
+
+    def training():
+        with contextlib.suppress(Done):
+            runpy.run_path(str(script), run_name="__main__")
+
+    if only_memory:
+        out.write_text(json.dumps({"bytes": peak_memory(training)}))
+    else:
+        training()
+        out.write_text(json.dumps(record.results()))
 
 
 class Done(BaseException):
@@ -115,7 +121,7 @@ class Record:
 
     def __init__(self, updates):
         self.losses, self.times, self.evaluations, self.start = [], [], [], None
-        self.updates, self.before = updates, None
+        self.updates = updates
         backward, made = torch.Tensor.backward, torch.optim.Optimizer.__init__
 
         def watched_backward(loss, *args, **kwargs):
@@ -124,9 +130,8 @@ class Record:
 
         def watched_init(optimizer, *args, **kwargs):
             made(optimizer, *args, **kwargs)
-            self.before = _peak()
             optimizer.register_step_post_hook(self.count)
-            self.start = time.perf_counter()
+            self.start = time.process_time()
 
         torch.Tensor.backward, torch.optim.Optimizer.__init__ = watched_backward, watched_init
         for core in torchdeq.core._core.values():
@@ -150,7 +155,7 @@ class Record:
         return counting
 
     def count(self, optimizer, *args):
-        now = time.perf_counter()
+        now = time.process_time()
         self.times.append(now - self.start)
         self.start = now
         if len(self.times) == self.updates:
@@ -160,13 +165,8 @@ class Record:
         return {
             "loss": self.losses[-1],
             "seconds": self.times[1:],
-            "bytes": _peak() - self.before,
             "evaluations": int(statistics.median(self.evaluations)),
         }
-
-
-def _peak():
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def prepare(data):
@@ -214,42 +214,53 @@ def cifar(data, train):
     return torch.utils.data.TensorDataset((rows[:, 1:].view(-1, 3, 32, 32) / 255 - 0.47) / 0.2, rows[:, 0].long())
 
 
+def measured(checkout, name, solver, data):
+    """In two children, one of which is only watched for its memory."""
+    here, row = Path(__file__).resolve().parent, {}
+    paths = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "TQDM_DISABLE": "1"}
+    for only_memory in ("", "memory"):
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out.json"
+            command = [sys.executable, str(here / "zoo.py"), str(checkout), "--child", name, solver, only_memory]
+            command += ["--out", str(out), *(["--data", str(data)] if data else [])]
+            child = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+            if not out.exists():
+                raise RuntimeError((child.stderr.strip().splitlines() or ["it ended without a word"])[-1])
+            row.update(json.loads(out.read_text()))
+    return row
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="a clone of torchdeq")
     parser.add_argument("--data", type=Path, help="a folder with CIFAR-10's binary files somewhere in it")
     parser.add_argument("--only", metavar="WORD", default="", help="programs with this in their name")
     parser.add_argument("--out", type=Path, default=table.results_folder() / "zoo.csv", help="default: %(default)s")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     checkout, data = arguments.checkout.resolve(), arguments.data and arguments.data.resolve()
     if not (checkout / "deq-zoo").is_dir():
         parser.error(f"{checkout} has no deq-zoo: is it a clone of torchdeq?")
     if arguments.child:
-        return run(checkout, *arguments.child, data, arguments.out)
-    failed, results = [], table.Table(arguments.out)
+        name, solver, only_memory = arguments.child
+        return run(checkout, name, solver, data, arguments.out, bool(only_memory))
+    failed, results = False, table.Table(arguments.out)
     for name in [name for name in PROGRAMS if arguments.only in name]:
         print(f"\n{name:34}{'evaluations':>12}{'loss':>12}{'time':>12}{'memory':>12}")
         for solver in SOLVERS:
-            with tempfile.TemporaryDirectory() as folder:
-                out = Path(folder) / "out.json"
-                command = [sys.executable, __file__, str(checkout), "--child", name, solver, "--out", str(out)]
-                command += ["--data", str(data)] if data else []
-                here = Path(__file__).parent
-                paths = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
-                environment = {**os.environ, "PYTHONPATH": paths, "TQDM_DISABLE": "1"}
-                child = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-                if not out.exists():
-                    print(f"{solver:34}FAILED: {child.stderr.strip().splitlines()[-1]}")
-                    failed.append((name, solver))
-                    continue
-                row = json.loads(out.read_text())
+            try:
+                row = measured(checkout, name, solver, data)
+            except RuntimeError as error:
+                print(f"{solver:34}FAILED: {error}", flush=True)
+                failed = True
+                continue
             n, seconds = row["evaluations"], statistics.median(row["seconds"])
             print(f"{solver:34}{n:12}{row['loss']:12.4g}{seconds:10.3f} s{row['bytes'] / 2**20:8.0f} MiB", flush=True)
             results.add(f"zoo, {name}", solver, n, "seconds", row["seconds"])
             results.add(f"zoo, {name}", solver, n, "loss", [row["loss"]])
             results.add(f"zoo, {name}", solver, n, "bytes", [row["bytes"]])
-    return 1 if failed else 0
+    return int(failed)
 
 
 if __name__ == "__main__":

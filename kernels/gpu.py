@@ -130,9 +130,41 @@ def _relax_norms_kernel(
     _store_sums(p_partial, chunk, b_change, b_value, LANES)
 
 
+DIVIDE: tl.constexpr = tl.constexpr(
+    """
+    .reg .pred %usual_${:uid};
+    .reg .b32 %exponent_${:uid};
+    .reg .f64 %rest_${:uid};
+    mul.rn.f64 $0, $1, $2;
+    mov.b64 {_, %exponent_${:uid}}, $0;
+    bfe.u32 %exponent_${:uid}, %exponent_${:uid}, 20, 11;
+    add.s32 %exponent_${:uid}, %exponent_${:uid}, -123;
+    setp.le.u32 %usual_${:uid}, %exponent_${:uid}, 1922;
+    fma.rn.f64 %rest_${:uid}, $0, $3, $1;
+    fma.rn.f64 $0, %rest_${:uid}, $2, $0;
+    @%usual_${:uid} bra USUAL_${:uid};
+    div.rn.f64 $0, $1, $4;
+USUAL_${:uid}:
+    """
+)
+"""$1 / $4, given 1 / $4 in $2 and -$4 in $3: a quotient and its correction by what it leaves, which is correctly
+rounded (Brisebarre, Muller and Raina, 2004) as long as nothing overflows or underflows on the way. Quotients outside of
+[2^-900, 2^1023), zeros and what is not finite among them, are divided as usual. Of float64 instructions this takes 3 in
+place of 10, of which some GPUs have few."""
+
+
 @triton.jit
-def _previous(b_state, b_f, b_read, a, b, c):
-    return (b_state - _moved_by(b_f, b_read, b, c)) / _number(a, tl.float64)
+def _previous(b_state, b_f, b_read, a, b, c, inverse, minus_a):
+    """With `inverse` and `minus_a`, divides by way of them."""
+    b_scaled = b_state - _moved_by(b_f, b_read, b, c)
+    if inverse is None:
+        return b_scaled / _number(a, tl.float64)
+    else:  # noqa: RET505
+        return tl.inline_asm_elementwise(
+            DIVIDE, "=&d,d,d,d,d",
+            [b_scaled, _number(inverse, tl.float64), _number(minus_a, tl.float64), _number(a, tl.float64)],
+            dtype=tl.float64, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -146,8 +178,9 @@ def _updated(b_adjoint, b_vjp, b_other, a, b, c):
 
 @triton.jit
 def _invert_block(
-    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, o_x, m_x, a, b, c, adjoint_a, adjoint_b, adjoint_c
-):
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, o_x, m_x, a, b, c, inverse, minus_a,
+    adjoint_a, adjoint_b, adjoint_c,
+):  # fmt: skip
     b_state = tl.load(p_state + o_x, mask=m_x)
     b_f = tl.load(p_f + o_x, mask=m_x)
     b_read = None if p_read is None else tl.load(p_read + o_x, mask=m_x)
@@ -156,15 +189,17 @@ def _invert_block(
         b_vjp = tl.load(p_vjp + o_x, mask=m_x)
         b_other = None if p_other is None else tl.load(p_other + o_x, mask=m_x)
         tl.store(p_adjoint + o_x, _updated(b_adjoint, b_vjp, b_other, adjoint_a, adjoint_b, adjoint_c), mask=m_x)
-    b_previous = _previous(b_state, b_f, b_read, a, b, c)
+    b_previous = _previous(b_state, b_f, b_read, a, b, c, inverse, minus_a)
     tl.store(p_state + o_x, b_previous, mask=m_x)
     _store_copy(p_copy + o_x, b_previous, m_x)
 
 
-@triton.jit(do_not_specialize=["n", "a", "b", "c", "adjoint_a", "adjoint_b", "adjoint_c"])
+@triton.jit(
+    do_not_specialize=["n", "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c"]
+)
 def _invert_kernel(
-    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, n, a, b, c, adjoint_a, adjoint_b, adjoint_c,
-    BLOCK: tl.constexpr,
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, n, a, b, c, inverse, minus_a,
+    adjoint_a, adjoint_b, adjoint_c, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """p_read, if it is not None, is p_copy."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -182,12 +217,12 @@ def _invert_kernel(
     if start + BLOCK <= n:
         _invert_block(
             p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, o_x, None,
-            a, b, c, adjoint_a, adjoint_b, adjoint_c,
+            a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c,
         )  # fmt: skip
     else:
         _invert_block(
             p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, o_x, o_x < n - start,
-            a, b, c, adjoint_a, adjoint_b, adjoint_c,
+            a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c,
         )  # fmt: skip
 
 
@@ -206,7 +241,7 @@ def _ratio_bits(b_error, b_value, floor):
 @triton.jit
 def _compare_rows(
     p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, left, floor,
-    a, b, c, adjoint_a, adjoint_b, adjoint_c, ROWS: tl.constexpr, LANES: tl.constexpr,
+    a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The chunk's largest relative error, by lanes, as bits."""
     b_worst = tl.full((LANES,), 0, tl.int32)
@@ -222,15 +257,17 @@ def _compare_rows(
             b_vjp = tl.load(p_vjp + o_x, mask=m_x)
             b_other = None if p_other is None else tl.load(p_other + o_x, mask=m_x)
             tl.store(p_adjoint + o_x, _updated(b_adjoint, b_vjp, b_other, adjoint_a, adjoint_b, adjoint_c), mask=m_x)
-        b_error = _previous(b_state, b_f, b_read, a, b, c) - b_initial
+        b_error = _previous(b_state, b_f, b_read, a, b, c, inverse, minus_a) - b_initial
         b_worst = tl.maximum(b_worst, _or_zero(_ratio_bits(b_error, b_state, floor), m_x))
     return b_worst
 
 
-@triton.jit(do_not_specialize=["n", "a", "b", "c", "adjoint_a", "adjoint_b", "adjoint_c"])
+@triton.jit(
+    do_not_specialize=["n", "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c"]
+)
 def _compare_kernel(
     p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n,
-    a, b, c, adjoint_a, adjoint_b, adjoint_c, ROWS: tl.constexpr, LANES: tl.constexpr,
+    a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0).to(tl.int64)
     start = chunk * (ROWS * LANES)
@@ -248,12 +285,12 @@ def _compare_kernel(
     if start + ROWS * LANES <= n:
         b_worst = _compare_rows(
             p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, None, floor,
-            a, b, c, adjoint_a, adjoint_b, adjoint_c, ROWS, LANES,
+            a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS, LANES,
         )  # fmt: skip
     else:
         b_worst = _compare_rows(
             p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, n - start, floor,
-            a, b, c, adjoint_a, adjoint_b, adjoint_c, ROWS, LANES,
+            a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS, LANES,
         )  # fmt: skip
     tl.store(p_worst + chunk * LANES + _offsets(LANES), b_worst)
 
@@ -280,8 +317,19 @@ class HalfStep(half_step.HalfStep):
     def __init__(self, state: Tensor, copy: Tensor) -> None:
         super().__init__(state, copy)
         self._bits = Bits(torch.float64)
+        self._inverted: Coefficients | None = None
         self._adjoint_bits = Bits(torch.promote_types(copy.dtype, torch.float32))
         self._warps = warps(state.device)
+        self._by_reciprocal = divides_by_reciprocal(state.device)
+
+    def _inversion(self, step: Coefficients) -> tuple[int | None, ...]:
+        """What an inverse is given of a step: its coefficients, and by what to divide."""
+        if not self._by_reciprocal:
+            return *self._bits(step), None, None
+        if step is not self._inverted:
+            self._inverted = step
+            self._quotient = tuple(bits_of(x, torch.float64) for x in (1 / step.a, -step.a))
+        return *self._bits(step), *self._quotient
 
     def _read(self, read: Tensor | None, step: Coefficients) -> Tensor | None:
         return self.in_order_or_none(read) if step.c else None
@@ -298,7 +346,7 @@ class HalfStep(half_step.HalfStep):
 
     def invert(self, f: Tensor, step: Coefficients) -> None:
         tensors = self.in_order(f), self._read(self.copy, step), self.copy, None, None, None
-        numbers = self.state.numel(), *self._bits(step), 0, 0, 0
+        numbers = self.state.numel(), *self._inversion(step), 0, 0, 0
         launch(_invert_kernel, self._warps, INVERT_BLOCK, self.state, *tensors, *numbers)
 
     def invert_adjoint(
@@ -306,7 +354,7 @@ class HalfStep(half_step.HalfStep):
     ) -> None:
         seed = other if adjoint_step.c else None
         tensors = self.in_order(f), self._read(self.copy, step), self.copy, adjoint, self.in_order(vjp), seed
-        numbers = self.state.numel(), *self._bits(step), *self._adjoint_bits(adjoint_step)
+        numbers = self.state.numel(), *self._inversion(step), *self._adjoint_bits(adjoint_step)
         launch(_invert_kernel, self._warps, INVERT_BLOCK, self.state, *tensors, *numbers)
 
     def invert_compare(
@@ -323,7 +371,7 @@ class HalfStep(half_step.HalfStep):
         worst = self.partial_maxima()
         seed = other if adjoint_step.c and adjoint is not None else None
         before = self.in_order(f), self._read(self.copy, step), self.in_order(initial), floor
-        numbers = self.state.numel(), *self._bits(step), *self._adjoint_bits(adjoint_step)
+        numbers = self.state.numel(), *self._inversion(step), *self._adjoint_bits(adjoint_step)
         tensors = *before, adjoint, self.in_order_or_none(vjp), seed, worst
         launch_rows(_compare_kernel, self._warps, self.state, *tensors, *numbers)
         return worst
@@ -356,6 +404,11 @@ def warps(device: torch.device) -> int:
 
 def _warp_size(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
+
+
+def divides_by_reciprocal(device: torch.device) -> bool:
+    """Where kernels are compiled to PTX."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -96,8 +96,8 @@ class DEQReversible(DEQBase):
     f_tol: stop after the first step whose relative change is at most this. None, 0 or nothing: make all evaluations.
     eval_factor, eval_f_max_iter: as in torchdeq.
     n_states, indexing: in training, also the states after these evaluations, as torchdeq counts them. The gradient
-        goes through all of them. A solve begins at each, from y = z, as in torchdeq's core "sliced"; its ends are put
-        aside, so that memory grows with their number.
+        goes through all of them. The solver starts anew at each, from y = z, as in torchdeq's core "sliced", which
+        brings it nearer to the fixed point; memory grows with their number.
     grad, sup_gap, sup_loc: in training, also the states that torchdeq would take out of its last `grad` evaluations.
     no_stat: leave out the statistics, which cost one more evaluation of f; so does f_solver="simple_fixed_point_iter".
     beta, state, check and whatever else `revdeq.solve` takes by name.
@@ -155,8 +155,10 @@ class DEQReversible(DEQBase):
         several = isinstance(z_init, (tuple, list))
         if not several and not isinstance(z_init, Tensor):
             raise TypeError(f"z_init = {z_init!r} must be a tensor, or a tuple or list of tensors")
-        given = {name: value for name, value in (solver_kwargs or {}).items() if value is not None}
-        f_max_iter = given.get("f_max_iter", self.f_max_iter if self.training else self.eval_f_max_iter)
+        given = dict(solver_kwargs or {})
+        f_max_iter = given.get("f_max_iter")
+        if f_max_iter is None:
+            f_max_iter = self.f_max_iter if self.training else self.eval_f_max_iter
         settings = {**self.settings, **{name: given[name] for name in SETTINGS if name in given}}
         if settings["beta"] == 1:
             settings["beta"] = self.settings["beta"]

@@ -7,7 +7,7 @@ from torch import nn
 import revdeq
 from revdeq import _device as measure
 from revdeq.cli import doctor
-from revdeq.kernels import exact, reference
+from revdeq.kernels import Coefficients, Radix, backends, half_step_for, reference_exact
 from revdeq.models import ConvBlock, TransformerBlock
 
 DEVICE = measure.devices()[0]
@@ -46,8 +46,8 @@ def matmul_precision():
 def test_every_kernel_gives_the_bits_of_the_reference_on_the_cpu():
     finding = doctor.same_bits(DEVICE)
     assert finding.works, finding.text
-    assert revdeq.kernels.half_step(DEVICE).__module__ == "revdeq.kernels.gpu"
-    assert revdeq.kernels.exact_half_step(DEVICE).__module__ == "revdeq.kernels.gpu_exact"
+    assert half_step_for(DEVICE).__module__ == "revdeq.kernels.gpu"
+    assert half_step_for(DEVICE, "exact").__module__ == "revdeq.kernels.gpu_exact"
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -56,19 +56,20 @@ def test_large_states_give_the_bits_of_the_reference_on_the_cpu(state, n):
     generator = torch.Generator().manual_seed(0)
     initial, f = (torch.randn(n, generator=generator) for _ in range(2))
 
-    def run(half_step, exact_half_step, device):
+    def run(half_step, device):
         copy, g = torch.empty(n, device=device), f.to(device)
+        step = doctor.STEPS[state]
         if state == "exact":
-            step = exact_half_step(exact.encode(initial, doctor.EXACT).to(device), copy, doctor.EXACT, 1)
+            bound = half_step(reference_exact.encode(initial, step).to(device), copy, [step])
         else:
-            step = half_step(initial.double().to(device), copy, doctor.BETA)
-        partial = step.relax_norms(g)
-        there = [step.state.cpu().clone(), copy.cpu().clone(), partial.cpu().clone()]
-        step.invert(g)
-        return [*there, step.state.cpu(), copy.cpu()]
+            bound = half_step(initial.double().to(device), copy)
+        partial = bound.relax_norms(g, None, step)
+        there = [bound.state.cpu().clone(), copy.cpu().clone(), partial.cpu().clone()]
+        bound.invert(g, step)
+        return [*there, bound.state.cpu(), copy.cpu()]
 
-    ours = run(revdeq.kernels.half_step(DEVICE), revdeq.kernels.exact_half_step(DEVICE), DEVICE)
-    expected = run(reference.HalfStep, exact.HalfStep, torch.device("cpu"))
+    ours = run(half_step_for(DEVICE, state), DEVICE)
+    expected = run(backends.REFERENCE.states[state].HalfStep, torch.device("cpu"))
     assert all(map(doctor.equal_bits, ours, expected))
 
 
@@ -157,16 +158,17 @@ def test_more_than_two_to_the_31_elements(state):
         )
     f, copy = torch.ones(n, dtype=torch.bfloat16, device=DEVICE), torch.empty(n, dtype=torch.bfloat16, device=DEVICE)
     f[-1] = 2
-    radix = exact.Radix.nearest(0.75, 24)
     if state == "exact":
-        step = revdeq.kernels.exact_half_step(DEVICE)(torch.zeros(n, dtype=torch.int64, device=DEVICE), copy, radix, 1)
+        step = Radix.nearest(0.75, 24)
+        bound = half_step_for(DEVICE, state)(torch.zeros(n, dtype=torch.int64, device=DEVICE), copy, [step])
     else:
-        step = revdeq.kernels.half_step(DEVICE)(torch.zeros(n, dtype=torch.float64, device=DEVICE), copy, 0.75)
-    step.relax(f)
+        step = Coefficients.rounded(0.75)
+        bound = half_step_for(DEVICE, state)(torch.zeros(n, dtype=torch.float64, device=DEVICE), copy)
+    bound.relax(f, None, step)
     assert all((piece == 0.75).all() for piece in copy[:-1].split(2**28))
     assert copy[-1] == 1.5
-    step.invert(f)
-    assert not any(piece.any() for piece in step.state.split(2**28))
+    bound.invert(f, step)
+    assert not any(piece.any() for piece in bound.state.split(2**28))
     assert not any(piece.any() for piece in copy.split(2**28))
 
 
@@ -230,7 +232,7 @@ def test_a_state_that_does_not_fit_is_told_of_at_a_later_solve():
     z0 = torch.zeros(3, device=DEVICE)
     revdeq.solve(lambda z: z * 0 + 150.0, z0, state="exact")
     measure.synchronize(DEVICE)
-    with pytest.raises(OverflowError, match="left in step 1: with f at 150"):
+    with pytest.raises(OverflowError, match="overflow in step 1: with f at 150"):
         revdeq.solve(torch.cos, z0)
 
 

@@ -17,11 +17,14 @@ from torch import nn
 skip_without_the_compiler()
 
 import revdeq  # noqa: E402
-from revdeq.kernels import exact, gpu, gpu_exact, reference  # noqa: E402
-from revdeq.kernels.exact import Radix  # noqa: E402
+from revdeq.kernels import Coefficients, Radix, gpu, gpu_exact, half_step, reference  # noqa: E402
+from revdeq.kernels import reference_exact as exact  # noqa: E402
+from revdeq.kernels.half_step import LANES  # noqa: E402
 
 GPUS = ("sm_80", "sm_90", "sm_100")
-BETA = 0.8  # and no number of float32
+BETA = 0.8
+STEP = Coefficients(1 - BETA, BETA)  # which are no numbers of float32
+MIXED = Coefficients(1 - BETA, 1.3 * BETA, -0.3 * BETA)
 EXACT_OPERATIONS = (
     "relax", "relax and spill", "relax_norms", "relax_norms and spill",
     "invert", "invert and take back", "invert_adjoint", "invert_adjoint and take back",
@@ -38,10 +41,10 @@ def _unwritten_memory_shows():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=[FEW_ROWS, pytest.param(reference.ROWS, marks=pytest.mark.full)], ids="{} rows".format)
+@pytest.fixture(params=[FEW_ROWS, pytest.param(half_step.ROWS, marks=pytest.mark.full)], ids="{} rows".format)
 def rows(request, monkeypatch):
-    """Of a chunk whose norms are summed. Few of them compile in a tenth of the time; whole solves have them all."""
-    monkeypatch.setattr(reference, "ROWS", request.param)
+    """Of a chunk whose norms are summed. With few of them, few sizes of a tail meet all; whole solves have them all."""
+    monkeypatch.setattr(half_step, "ROWS", request.param)
     return request.param
 
 
@@ -74,9 +77,9 @@ def one_of(gpus):
 
 def sizes(rows):
     """Some chunks; and one and a tail that ends in each of the two registers of each row, in threads of all warps."""
-    yield 3 * rows * reference.LANES
+    yield 3 * rows * LANES
     for slot in range(2 * rows):
-        yield (rows + slot // 2) * reference.LANES + 37 * slot % (reference.LANES // 2) * 2 + slot % 2
+        yield (rows + slot // 2) * LANES + 37 * slot % (LANES // 2) * 2 + slot % 2
 
 
 def compare(results, expected):
@@ -89,7 +92,39 @@ def test_ptx_gives_the_bits_of_the_reference(operation, gpu_name, f_dtype, copy_
     with emulated(gpu_name):
         for n in sizes(rows):
             case = tensors((n,), f_dtype, copy_dtype, "cpu")
-            compare(run(gpu.HalfStep, operation, *case, BETA), run(reference.HalfStep, operation, *case, BETA))
+            step = MIXED if n % 2 else STEP
+            compare(run(gpu.HalfStep, operation, *case, step), run(reference.HalfStep, operation, *case, step))
+
+
+def dividends(a, seed):
+    """Numbers over all exponents of float64, of which some have a quotient by a that is nearly, or exactly, between two
+    numbers, or at the ends of the range."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.arange(-1074, 1024, dtype=torch.float64).repeat(2)
+    bits = torch.randint(2**52, 2**53, exponents.shape, generator=generator).double()
+    halves = torch.where(torch.arange(len(bits)) % 2 == 0, 0.0, 0.5)
+    near = (bits - 2.0**52 + 2.0**51 + halves) * 2.0**-52 * a  # its quotient has one bit more than there is room for
+    x = torch.ldexp(torch.cat([bits * 2.0**-53, near]), exponents.repeat(2))
+    x = torch.cat([x, x.nextafter(torch.tensor(torch.inf).double()), x.nextafter(-torch.tensor(torch.inf).double())])
+    ends = [0.0, 5e-324, 2.0**-1022, 2.0**-900 * a, 2.0**1023 * a, torch.finfo(torch.float64).max, torch.inf, torch.nan]
+    ends = torch.tensor(ends, dtype=torch.float64)
+    x = torch.cat([x, ends, ends.nextafter(torch.zeros((), dtype=torch.float64)), ends.nextafter(2 * ends)])
+    return torch.cat([x, -x])
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.8, 0.9, 1.2, 0.1, 1 - 2.0**-24, 1.9])
+def test_a_quotient_by_way_of_the_reciprocal_is_the_quotient(beta):
+    """For every exponent, subnormal quotients and those that overflow included."""
+    step = Coefficients.rounded(beta)
+    x = dividends(step.a, seed=int(1000 * beta))
+    results = []
+    for half_step_class in (gpu.HalfStep, reference.HalfStep):
+        state, copy = x.clone(), torch.zeros_like(x)
+        with emulated("sm_90"):
+            half_step_class(state, copy).invert(torch.zeros(x.shape), step)
+        results.append([state, copy])
+    compare(*results)
+    assert results[0][0].isfinite().any() and (results[0][0].abs() < 2.0**-1022).any()
 
 
 class LastElements(torch.Tensor):
@@ -103,30 +138,35 @@ class LastElements(torch.Tensor):
 @pytest.mark.parametrize("state", ["float64", "exact"])
 @pytest.mark.parametrize("operation", ["relax", "invert_adjoint"])
 def test_ptx_finds_elements_beyond_32_bits(operation, state, gpu_name):
-    if state == "float64":
-        before, f, copy, adjoint, vjp = tensors((1500,), torch.float32, torch.float32, "cpu")
-        settings, classes = (BETA,), (reference.HalfStep, gpu.HalfStep)
-    else:
-        f, copy, adjoint, vjp = (torch.randn(1500) for _ in range(4))
-        before, settings = exact.encode(torch.randn(1500), Radix.nearest(BETA, 24)), (Radix.nearest(BETA, 24), 4)
+    before, f, copy, adjoint, vjp, read, other, _ = tensors((1500,), torch.float32, torch.float32, "cpu")
+    step, settings, classes = MIXED, (), (reference.HalfStep, gpu.HalfStep)
+    if state == "exact":
+        step = Radix.nearest(BETA, 24, 1.3)
+        f, read, initial = (torch.randn(1500) for _ in range(3))
+        before, settings = exact.encode(initial, step), ([step] * 4,)
         classes = exact.HalfStep, gpu_exact.HalfStep
+    block = {"float64": gpu.RELAX_BLOCK if operation == "relax" else gpu.INVERT_BLOCK, "exact": gpu_exact.BLOCK}[state]
     results = []
-    for half_step, kind in zip(classes, (torch.Tensor, LastElements), strict=True):
-        left = [x.clone() for x in (before, copy, adjoint)]
-        step = half_step(left[0].as_subclass(kind), left[1], *settings)
-        step.done = 1
-        with emulating(TARGETS[gpu_name], last=2, before=2**31):
-            getattr(step, operation)(f, *((left[2], vjp) if operation == "invert_adjoint" else ()))
+    for half_step_class, kind in zip(classes, (torch.Tensor, LastElements), strict=True):
+        left = [x.clone() for x in (before, read if operation == "invert_adjoint" else copy, adjoint)]
+        bound = half_step_class(left[0].as_subclass(kind), left[1], *settings)
+        bound.done = 1
+        with emulating(TARGETS[gpu_name], last=-(-1500 // block), before=2**31):
+            if operation == "relax":
+                bound.relax(f, read, step)
+            else:
+                bound.invert_adjoint(f, left[2], vjp, other, step, step)
         results.append(left)
     compare(*results)
 
 
-@pytest.mark.parametrize("beta", [0.5, 0.75, 2 / 3, 1.5, 1.9])
+@pytest.mark.parametrize("gamma", [1.0, 0.7])
+@pytest.mark.parametrize("beta", [0.5, 0.75, 2 / 3, 1.5, 1.9, 1 - 2.0**-20])
 @pytest.mark.parametrize("operation", ["relax", "invert_adjoint"])
-def test_ptx_gives_the_bits_of_the_reference_for_every_beta(operation, beta):
-    case = tensors((1500,), torch.float32, torch.float32, "cpu")
+def test_ptx_gives_the_bits_of_the_reference_for_every_beta(operation, beta, gamma):
+    case, step = tensors((1500,), torch.float32, torch.float32, "cpu"), Coefficients.rounded(beta, gamma)
     with emulated("sm_90"):
-        compare(run(gpu.HalfStep, operation, *case, beta), run(reference.HalfStep, operation, *case, beta))
+        compare(run(gpu.HalfStep, operation, *case, step), run(reference.HalfStep, operation, *case, step))
 
 
 def run_exact(half_step, operation, f_dtype, copy_dtype, n, radix):
@@ -137,21 +177,29 @@ def run_exact(half_step, operation, f_dtype, copy_dtype, n, radix):
     y = torch.randint(-(2**31), 2**31, (n,), generator=generator) // scale
     has_room = 2**32 if spill else -(-(2**32) // radix.d) * radix.p - radix.p
     state = y << 32 | torch.randint(0, has_room, (n,), generator=generator)
-    f, vjp = (((252 * torch.rand(n, generator=generator) - 126) / scale).to(t) for t in (f_dtype, copy_dtype))
+    scale *= 1 if radix.gamma == 1 else 2
+    dtypes = f_dtype, copy_dtype, copy_dtype
+    f, vjp, read = (((252 * torch.rand(n, generator=generator) - 126) / scale).to(t) for t in dtypes)
     aside = torch.randint(-(2**31), 2**31, (n,), generator=generator).to(torch.int32)
-    copy = torch.full((n,), torch.nan, dtype=copy_dtype)
-    adjoint = wide_range((n,), torch.promote_types(copy_dtype, torch.float32), "cpu", seed=3)
+    copy, wide = torch.full((n,), torch.nan, dtype=copy_dtype), torch.promote_types(copy_dtype, torch.float32)
+    adjoint, other = (wide_range((n,), wide, "cpu", seed=seed) for seed in (3, 4))
     name, _, place = operation.partition(" and ")
     if name not in ("relax", "relax_norms"):  # what is undone was done before
-        exact.relax(state, f, copy.clone(), aside.clone() if spill else None, radix)
+        exact.relax(state, f, read, copy.clone(), aside.clone() if spill else None, radix)
+        if radix.gamma != 1:
+            copy.copy_(read)
     free = radix.free_half_steps
-    step = half_step(state, copy, radix, 2 * free, [aside] if place == "take back" else None)
+    step = half_step(state, copy, [radix] * (2 * free), [aside] if place == "take back" else None)
     step.done = {"spill": free, "take back": free + 1}.get(place, 3)
+    floor = torch.tensor(0.5)
     extra = {
-        "invert_adjoint": (adjoint, vjp),
-        "invert_compare": (vjp, adjoint, vjp),
-        "compare alone": (vjp, None, None),
-    }.get(name, ())
+        "relax": (read, radix),
+        "relax_norms": (read, radix),
+        "invert": (radix,),
+        "invert_adjoint": (adjoint, vjp, other, radix, radix),
+        "invert_compare": (vjp, floor, adjoint, vjp, other, radix, radix),
+        "compare alone": (vjp, floor, None, None, None, radix, radix),
+    }[name]
     returned = getattr(step, "invert_compare" if name == "compare alone" else name)(f, *extra)
     assert not step.alarm.any()
     assert len(step.spilled) == (place == "spill")
@@ -160,11 +208,11 @@ def run_exact(half_step, operation, f_dtype, copy_dtype, n, radix):
 
 @pytest.mark.parametrize(("operation", "gpu_name", "f_dtype", "copy_dtype"), covering(EXACT_OPERATIONS))
 def test_ptx_gives_the_bits_of_the_exact_reference(operation, gpu_name, f_dtype, copy_dtype, rows):
-    # 1 - beta is 1/5, where no floor division by p is compiled, or 2/5, or -1/5
+    # 1 - beta is 1/5, or 2/5, or -1/5
     beta = (0.8, 0.6, 1.2)[(DTYPES.index(f_dtype) + DTYPES.index(copy_dtype)) % 3]
-    radix = Radix.nearest(beta, 24)
     with emulated(gpu_name):
         for n in sizes(rows):
+            radix = Radix.nearest(beta, 24, 1.3 if n % 2 else 1.0)
             case = operation, f_dtype, copy_dtype, n, radix
             compare(run_exact(gpu_exact.HalfStep, *case), run_exact(exact.HalfStep, *case))
 
@@ -176,22 +224,24 @@ NEARLY = 128 - 2.0**-27  # fits as it is, but not rounded
 @pytest.mark.parametrize("bad", [128.0, -129.0, 1e30, float("inf"), float("nan"), NEARLY])
 def test_ptx_raises_the_alarm_for_what_does_not_fit(bad, place):
     f = torch.zeros(1500, dtype=torch.float64 if bad == NEARLY else torch.float32)
-    step = gpu_exact.HalfStep(torch.zeros(1500, dtype=torch.int64), torch.zeros(1500), Radix.nearest(0.8, 24), 3)
+    radix = Radix.nearest(0.8, 24)
+    step = gpu_exact.HalfStep(torch.zeros(1500, dtype=torch.int64), torch.zeros(1500), [radix] * 3)
     f[place] = bad
     step.done = 1
     with emulated("sm_90"):
-        step.relax(f)
-    expected = torch.zeros(3, reference.LANES)
-    expected[1, place % reference.LANES] = abs(bad)
+        step.relax(f, None, radix)
+    expected = torch.zeros(3, LANES)
+    expected[1, place % LANES] = abs(bad)
     same_bits(step.alarm.view(torch.float32), expected)
 
 
 def test_ptx_raises_the_alarm_for_a_state_that_leaves_its_range():
     """f fits, but a state of -127 is reflected at f = 127."""
     state, f = torch.full((1500,), -127 << 56), torch.full((1500,), 127.0)
-    step = gpu_exact.HalfStep(state, torch.zeros(1500), Radix.nearest(1.2, 24), 1)
+    radix = Radix.nearest(1.2, 24)
+    step = gpu_exact.HalfStep(state, torch.zeros(1500), [radix])
     with emulated("sm_90"):
-        step.relax(f)
+        step.relax(f, None, radix)
     assert (step.alarm.view(torch.float32) == 127.0).all(), "every lane, from more than one program"
 
 
@@ -199,12 +249,13 @@ def test_ptx_raises_the_alarm_for_a_state_that_leaves_its_range():
 def test_tensors_may_begin_anywhere(gpu_name):
     """Off by one element, nothing is known about the alignment, and accesses are narrow."""
     for operation in ("relax", "invert_adjoint"):
-        case = [x[1:] for x in tensors((1501,), torch.bfloat16, torch.float32, "cpu")]
-        expected = run(reference.HalfStep, operation, *case, BETA)
-        state, f, copy, adjoint, vjp = (torch.cat([x[:1], x])[1:] for x in case)
-        extra = (adjoint, vjp) if operation == "invert_adjoint" else ()
+        *case, floor = tensors((1501,), torch.bfloat16, torch.float32, "cpu")
+        case = [x[1:] for x in case]
+        expected = run(reference.HalfStep, operation, *case, floor, STEP)
+        state, f, copy, adjoint, vjp, *_ = (torch.cat([x[:1], x])[1:] for x in case)
+        extra = (None, STEP) if operation == "relax" else (adjoint, vjp, None, STEP, STEP)
         with emulated(gpu_name):
-            getattr(gpu.HalfStep(state, copy, BETA), operation)(f, *extra)
+            getattr(gpu.HalfStep(state, copy), operation)(f, *extra)
         compare([state, copy, adjoint], expected)
 
 

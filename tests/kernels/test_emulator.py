@@ -227,6 +227,16 @@ def test_a_register_that_is_read_before_it_is_written():
     execute(lines(some.replace("63", "64")))
 
 
+def test_half_a_pair_may_be_undefined_if_nobody_looks():
+    """As compilers leave it. If it is looked at, it shows."""
+    pair = "add.s64 %rd3, %rd1, %rd0; mov.b64 %rd4, {%r0, %r7}; "
+    x = np.zeros(THREADS, np.uint32)
+    execute(lines(pair + "mov.b64 {%r1, _}, %rd4; st.global.b32 [%rd3], %r1;"), x)
+    assert (x == np.arange(THREADS)).all()
+    execute(lines(pair + "mov.b64 {_, %r1}, %rd4; st.global.b32 [%rd3], %r1;"), x)
+    assert (x == 0xFFFFFFFF).all()
+
+
 @pytest.mark.parametrize(
     "instruction",
     [

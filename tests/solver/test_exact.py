@@ -247,7 +247,7 @@ def test_the_gradient_equals_that_with_stored_inputs_bit_for_bit(monkeypatch, be
     with monkeypatch.context() as patch:
         first = Function.first
         patch.setattr(Function, "first", lambda self, s: stored.append(s[0].clone()) or first(self, s))
-        patch.setattr(Function, "value", lambda self, s: stored.append(s[0].clone()) or value(self, s))
+        patch.setattr(Function, "value", lambda self, s, keep: stored.append(s[0].clone()) or value(self, s))
         patch.setattr(Replay, "vjp", lambda self, s, *rest: vjp(self, [stored.pop()], *rest))
         _, expected = gradients(f, x, weight, beta=beta, max_steps=max_steps, state="exact")
     assert not stored
@@ -260,7 +260,7 @@ def test_where_float64_fails_it_does_not():
     x.requires_grad_()
     weight = torch.randn_like(x)
     with pytest.raises(revdeq.ReconstructionError):
-        gradients(f, x, weight, beta=0.9, max_steps=64, check="raise")
+        gradients(f, x, weight, beta=0.9, max_steps=64, state="float64", check="raise")
     z, ours = gradients(f, x, weight, beta=0.9, max_steps=64, state="exact", check="raise")
     expected_z = stored_graph(f, torch.zeros_like(x), x, beta=0.9, max_steps=64)
     expected = torch.autograd.grad(expected_z, [x, *f.parameters()], weight)
@@ -336,27 +336,33 @@ def test_another_beta_becomes_the_nearest_fraction():
 def test_values_out_of_range_are_errors_with_the_step_and_the_remedy():
     with pytest.raises(
         OverflowError,
-        match=r"left in step 2: with f at 150, .*below 128; use state=revdeq.Exact\(fraction_bits=22\)",
+        match=r"overflow in step 2: f reached 150, .*below 128; use state=revdeq.Exact\(fraction_bits=22\)",
     ):
         revdeq.solve(lambda z: z * 0 + torch.where(z.abs() > 50, 150.0, 100.0), torch.zeros(3), state="exact")
     roomy = revdeq.solve(lambda z: z * 0 + 150.0, torch.zeros(3), state=revdeq.Exact(fraction_bits=22))
     torch.testing.assert_close(roomy.z, torch.full((3,), 150.0), rtol=0.01, atol=0)
-    with pytest.raises(FloatingPointError, match="left in step 1: f is not finite"):
+    with pytest.raises(FloatingPointError, match="overflow in step 1: f is not finite"):
         revdeq.solve(lambda z: z / 0, torch.zeros(3), state="exact")
-    with pytest.raises(OverflowError, match="z0 does not fit the exact state: with z0 at 500, where"):
+    with pytest.raises(OverflowError, match="z0 does not fit the exact state: z0 reached 500, but"):
         revdeq.solve(torch.cos, torch.full((3,), 500.0), state="exact")
+
+
+@pytest.mark.cpu
+def test_a_state_that_outgrows_its_range_is_not_blamed_on_f():
+    with pytest.raises(OverflowError, match=r"in step 1: the state outgrew 128, .* while f was at 100: .*diverges"):
+        revdeq.solve(lambda z: 0 * z + 100, torch.full((3,), -100.0), beta=1.9, state="exact")
 
 
 @pytest.mark.cpu
 def test_where_looking_would_wait_an_error_comes_with_a_later_solve(monkeypatch):
     monkeypatch.setattr("revdeq._device.can_look", lambda x: False)
     revdeq.solve(lambda z: z / 0, torch.zeros(3), state="exact")
-    with pytest.raises(FloatingPointError, match="left in step 1"):
+    with pytest.raises(FloatingPointError, match="overflow in step 1"):
         revdeq.solve(torch.cos, torch.zeros(3))
 
 
 def test_bad_settings():
-    with pytest.raises(ValueError, match="state = 'float32' must be 'float64', 'exact' or revdeq.Exact"):
+    with pytest.raises(ValueError, match="state = 'float32' must be 'auto', 'float64', 'exact' or revdeq.Exact"):
         revdeq.solve(torch.cos, torch.zeros(3), state="float32")
     for bits in (0, 31, 2.5, "24"):
         with pytest.raises(ValueError, match="fraction_bits = .* must be an integer from 1 to 30"):
@@ -381,7 +387,7 @@ def test_at_the_size_of_the_image_model_of_the_paper():
     torch.manual_seed(0)
     f, x = ConvBlock(64, width=2), torch.randn(4, 64, 32, 32)
     assert revdeq.verify(f, torch.zeros_like(x), x, beta=0.8, max_steps=8, state="exact").exact
-    assert not revdeq.verify(f, torch.zeros_like(x), x, beta=0.8, max_steps=8).exact
+    assert not revdeq.verify(f, torch.zeros_like(x), x, beta=0.8, max_steps=8, state="float64").exact
 
 
 def test_f_may_change_its_input_in_place():

@@ -336,8 +336,9 @@ def emulated(name="sm_90"):
 
     if missing:
         pytest.skip(missing)
-    from revdeq.kernels import backend, gpu
     from triton.runtime.jit import JITFunction
+
+    from revdeq.kernels import backend, gpu
 
     with emulating(TARGETS[name], unordered=["p_alarm"]), pytest.MonkeyPatch.context() as patch:
         run, runs_on = JITFunction.run, gpu.runs_on

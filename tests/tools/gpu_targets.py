@@ -23,8 +23,9 @@ if not missing:
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
-    TARGETS |= {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (75, 80, 86, 89, 90, 100, 120)}
-    TARGETS |= {arch: GPUTarget("hip", arch, size) for arch, size in (("gfx90a", 64), ("gfx942", 64), ("gfx1100", 32))}
+    TARGETS |= {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (75, 80, 86, 89, 90, 100, 103, 120, 121)}
+    TARGETS |= {arch: GPUTarget("hip", arch, 64) for arch in ("gfx90a", "gfx942", "gfx950")}
+    TARGETS |= {arch: GPUTarget("hip", arch, 32) for arch in ("gfx1100", "gfx1200", "gfx1201")}
 
 
 def skip_without_the_compiler():
@@ -69,6 +70,7 @@ def launching(target, launch):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
         patch.setattr(backends.gpu, "_warp_size", lambda device: target.warp_size)
+        patch.setattr(backends.gpu, "divides_by_reciprocal", lambda device: target.backend == "cuda")
         yield
 
 

@@ -58,7 +58,8 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     r"fma\.rn\.(f32|f64|f32x2)": fma,
     r"div\.rn\.(f32|f64)": np.divide,
     r"neg\.(s32|s64)": np.negative,
-    r"abs\.(f32|f64)": np.abs,
+    r"abs\.(f16|f32|f64)": np.abs,
+    r"abs\.(bf16)": lambda x: x & np.uint16(0x7FFF),
     r"add\.(s32|s64)": np.add,
     r"sub\.(s32|s64)": np.subtract,
     r"mul\.lo\.(s32|s64)": np.multiply,
@@ -172,13 +173,21 @@ def _move(machine, operands, threads, kind):
     parts = elements(source if source.startswith("{") else to)
     size = DTYPES[kind].itemsize // len(parts)
     if source.startswith("{"):
-        value = np.stack([machine.read(x, f"b{8 * size}", threads) for x in parts], axis=1)
+        value = np.stack([_part(machine, x, 8 * size, threads) for x in parts], axis=1)
         machine.write(to, value.view(DTYPES[kind]).ravel(), threads)
     else:
         value = machine.read(source, kind, threads)
         columns = np.ascontiguousarray(value)[:, None] if kind == "pred" else value[:, None].view(f"u{size}")
         for x, column in zip(parts, columns.T, strict=True):
-            machine.write(x, np.ascontiguousarray(column), threads)
+            if x != "_":  # which is nobody's
+                machine.write(x, np.ascontiguousarray(column), threads)
+
+
+def _part(machine, operand: str, bits: int, threads: np.ndarray) -> np.ndarray:
+    """Of a vector. What is not defined is all ones, NaN as a float, so that it shows if it is looked at after all."""
+    if operand in machine.undefined:
+        return np.full(threads.size, (1 << bits) - 1, f"u{bits // 8}")
+    return machine.read(operand, f"b{bits}", threads)
 
 
 def _load_parameter(machine, operands, threads, kind):

@@ -6,7 +6,7 @@ import numpy as np
 
 from .instructions import DTYPES, execute, is_known
 from .memory import Memory
-from .parse import EmulationError, Program
+from .parse import EmulationError, Program, elements
 
 
 class Machine:
@@ -27,12 +27,15 @@ class Machine:
         if len(padded) != len(program.parameters):
             raise EmulationError(f"{len(arguments)} arguments for {len(program.parameters) - 2} parameters")
         self.parameters = {
-            name: np.array([value], DTYPES[kind])
+            name: _parameter(value, DTYPES[kind])
             for (name, kind), value in zip(program.parameters.items(), padded, strict=True)
         }
         self.values = {name: np.zeros(everyone.size, _bits(DTYPES[kind])) for name, kind in program.registers.items()}
         self.written = {name: np.zeros(everyone.size, bool) for name in program.registers}
         self._everyone = everyone
+        results = {x for i in program.instructions if i.operands for x in elements(i.operands[0])}
+        self.undefined = program.registers.keys() - results
+        """Registers that nothing writes. The compiler puts them into halves of a pair that nothing looks at."""
 
     def run(self) -> None:
         """The threads that are furthest behind go first, so that those that parted meet again."""
@@ -80,12 +83,21 @@ class Machine:
         return np.full(threads.size, _constant(operand, dtype))
 
     def write(self, register: str, value: np.ndarray, threads: np.ndarray) -> None:
+        if register == "_":  # the half of a register that nobody needs
+            return
         if register not in self.values:
             raise EmulationError(f"{register} is not a register")
         if self.values[register].itemsize != value.itemsize:
             raise EmulationError(f"register {register} is not of the size of what is written to it")
         self.values[register][threads] = value.view(self.values[register].dtype)
         self.written[register][threads] = True
+
+
+def _parameter(value: int | float, dtype: np.dtype) -> np.ndarray:
+    """Of an integer, the bits: a parameter's type does not say whether it is signed."""
+    if dtype.kind == "f":
+        return np.array([value], dtype)
+    return np.array([value & (1 << 8 * dtype.itemsize) - 1], _bits(dtype)).view(dtype)
 
 
 def _bits(dtype: np.dtype) -> np.dtype:

@@ -41,10 +41,12 @@ def parse(ptx: str) -> Program:
     for line in map(str.strip, entry[3].splitlines()):
         if not line or re.match(r"\.(loc|pragma)\b", line):
             continue
-        if label := re.fullmatch(r"(\$\w+):", line):
+        if label := re.fullmatch(r"(\$?\w+):", line):
             labels[label[1]] = len(instructions)
         elif register := re.fullmatch(r"\.reg\s+\.(\w+)\s+(%\w+)<(\d+)>;", line):
             registers |= {f"{register[2]}{i}": register[1] for i in range(int(register[3]))}
+        elif register := re.fullmatch(r"\.reg\s+\.(\w+)\s+(%\w+);", line):
+            registers[register[2]] = register[1]
         elif instruction := re.fullmatch(r"(?:@(!?%\w+)\s+)?([a-z][\w.:]*)\s*([^;]*);", line):
             guard, name, operands = instruction.groups()
             instructions.append(Instruction(line, guard, name, tuple(_split(operands))))
