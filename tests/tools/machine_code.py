@@ -1,7 +1,8 @@
 """What a compiled kernel does to a full block, read off its machine code: SASS for NVIDIA, amdgcn for AMD.
 
 A kernel takes one of two ways: full blocks go without masks, in wide accesses, and the last block is masked, element
-by element. The way of a full block is the one with the fewest accesses of those with a 16-byte one.
+by element. The way of a full block is the one with the fewest accesses of those with a 16-byte load. A loop over rows is
+gone through once, which may be several rows, if the compiler has unrolled it.
 """
 
 import dataclasses
@@ -119,11 +120,11 @@ def full_block(places, code):
             continue
         done.add((index, wide))
         access = code[index].access
-        wide = wide or (access is not None and access[1] == 16)
+        wide = wide or access == ("load", 16)
         cost = (cost[0] + (access is not None), cost[1] + 1)
         for following in successors(index, places, code):
             heapq.heappush(queue, (cost, following, wide, (index, way)))
-    raise AssertionError("no way through the kernel makes a 16-byte access")
+    raise AssertionError("no way through the kernel makes a 16-byte load")
 
 
 def _unrolled(way):
