@@ -43,8 +43,9 @@ class Instruction:
 
     @property
     def fused(self):
-        """A multiply-add of floats."""
-        return bool(re.match(r"DFMA|FFMA|v_(pk_|dual_)?(fma|mad|mac)\w*_f\d\d", self.opcode))
+        """Multiply-adds of floats: AMD may write two in one instruction."""
+        halves = f"{self.opcode} {self.operands}".split(" :: ")
+        return sum(bool(re.match(r"DFMA|FFMA|v_(pk_|dual_)?(fma|mad|mac)\w*_f\d\d", half.strip())) for half in halves)
 
 
 def text_of(kernel):
