@@ -38,8 +38,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from revdeq._device import peak_memory
 from revdeq.models import PuzzleNet, ResNet, Transformer, count_parameters
 from revdeq.training import run as train
+from revdeq.training.data import load
 from revdeq.training.presets import PRESETS
 
 HERE = Path(__file__).parent
@@ -50,6 +52,7 @@ ROW = (
     "best_validation", "loss", "evaluations", "residual", "seconds", "torch", "machine", "command",
 )  # fmt: skip
 CURVE = ("run", "update", "loss", "evaluation_loss", "metric", "seconds")
+MEMORY = ("study", "solver", "max_steps", "bytes")
 PROBE = ("run", "size", "max_steps", "solved")
 Changes = dict[str, Any]
 
@@ -122,7 +125,9 @@ def puzzle_variants(name):
         channels = PuzzleNet.sized(parameters, depth=2 * middle, **shapes).classify[0].in_features
     yield f"reversible, N = {fewest} to {most}", {}
     yield f"reversible, N = {middle}", {"max_steps": middle}
-    yield "classical (torchdeq, IFT)", {"solver": "torchdeq", "state": "float64"}
+    yield f"the last three steps' gradient, N = {middle}", {"max_steps": middle, "backward_steps": 3}
+    yield f"the last step's gradient, N = {middle}", {"max_steps": middle, "backward_steps": 1}
+    yield "classical (torchdeq, IFT)", {"solver": "torchdeq"}
     explicit = {"model": "puzzle-net", "depth": 2 * middle}
     yield f"explicit, {2 * middle} blocks, the same parameters", {**explicit, "channels": channels}
     yield f"explicit, {2 * middle} blocks, the same compute", explicit
@@ -279,6 +284,24 @@ def measured(task, threads, folder, out):
     return row, curve, probes
 
 
+def memory(name):
+    """What an update allocates, at most, at each number of steps: bytes by the reversible solver and by a stored
+    graph."""
+    study = STUDIES[name]
+    for solver, depth in itertools.product(("reversible", "stored"), study.depths):
+        preset = PRESETS[study.preset].changed({"max_steps": depth, "solver": solver})
+        data = load(preset.data, None, preset.settings)
+        model = preset.build(**data.shapes)
+        batch = data.batch(torch.arange(preset.training.batch), torch.Generator().manual_seed(0))
+
+        def update(model=model, batch=batch):
+            loss = train.cross_entropy(model(batch.inputs), batch.targets)
+            torch.autograd.grad(loss, list(model.parameters()))
+
+        update()  # what is allocated once only
+        yield {"study": name, "solver": solver, "max_steps": depth, "bytes": peak_memory(update)}
+
+
 def append(path, columns, rows):
     new = not path.exists()
     with open(path, "a", newline="", encoding="utf-8") as file:
@@ -309,7 +332,7 @@ def main():
 
     names = arguments.study or list(STUDIES)
     if arguments.report:
-        evidence_report.report(arguments.results)
+        evidence_report.report(arguments.results, arguments.runs)
         return
     if arguments.data is None and any(not STUDIES[name].sizes for name in names):
         parser.error("DIR is missing: all studies but prefix and maze read data")
@@ -350,7 +373,11 @@ def main():
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-    evidence_report.report(arguments.results)
+    known = {row["study"] for row in table(arguments.results / "memory.csv")}
+    for name in names:
+        if STUDIES[name].sizes and name not in known:
+            append(arguments.results / "memory.csv", MEMORY, list(memory(name)))
+    evidence_report.report(arguments.results, arguments.runs)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Tables and plots of the rows that evidence.py wrote; rows of stale or spliced runs are refused."""
 
 import collections
+import json
 import statistics
 
 from evidence import EDITION, STUDIES, Task, table
@@ -57,8 +58,19 @@ def chosen(rows):
         yield key, [row for row in group if row["lr"] == best], len({row["lr"] for row in first})
 
 
-def report(results):
-    rows, curves, probes = (table(results / f"{name}.csv") for name in ("runs", "curves", "probes"))
+def begun(runs):
+    """Trainings that have not ended, and how far they have come."""
+    for config in sorted(runs.glob("*/config.json")):
+        rows, saved = table(config.parent / "metrics.csv"), json.loads(config.read_text(encoding="utf-8"))
+        total = saved["training"]["updates"]
+        if rows and int(rows[-1]["update"]) < total:
+            metrics = [row["metric"] for row in rows if row["metric"]]
+            last = f", {float(metrics[-1]):.4g} on the validation set" if metrics else ""
+            yield f"- {config.parent.name}: update {int(rows[-1]['update']):,} of {total:,}{last}"
+
+
+def report(results, runs=None):
+    rows, curves, probes, memory = (table(results / f"{name}.csv") for name in ("runs", "curves", "probes", "memory"))
     if found := problems(rows, curves, probes):
         raise SystemExit("\n".join(["the tables cannot be reported as they are:", *sorted(found)]))
     lines = [MADE, "", "± is the deviation between seeds.", ""]
@@ -68,10 +80,12 @@ def report(results):
         if not ours:
             continue
         lines += [f"## {name}", ""]
-        lines += puzzle_lines(name, ours, probes) if study.sizes else score_lines(name, ours)
+        lines += puzzle_lines(name, ours, probes, memory) if study.sizes else score_lines(name, ours)
         lines += [f"![{name}]({name}.png)", "", "```"]
         lines += [*dict.fromkeys(row["command"] for row in ours if row["seed"] == "0"), "```", ""]
         lines += plotted(results, name, ours, curves, probes)
+    if runs is not None and (lines_begun := list(begun(runs))):
+        lines += ["## Still in training", "", *lines_begun, ""]
     page = results / "README.md"
     written = page.read_text(encoding="utf-8").partition(MADE)[0] if page.exists() else ""
     page.write_text(written + "\n".join(lines).rstrip() + "\n", encoding="utf-8")
@@ -104,7 +118,7 @@ def solved(group, probes, size, depth):
     ]
 
 
-def puzzle_lines(name, ours, probes):
+def puzzle_lines(name, ours, probes, memory):
     study = STUDIES[name]
     yield f"Solved, of {study.size}: the mean over seeds, and where they differ, the smallest and the largest."
     yield ""
@@ -118,6 +132,14 @@ def puzzle_lines(name, ours, probes):
                 low, high = min(values), max(values)
                 cells.append(f"{statistics.mean(values):.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else ""))
             yield f"| {label} | {len(group)} | {int(group[0]['parameters']):,} | {size} | {' | '.join(cells)} |"
+    for solver in ("reversible", "stored"):
+        ours = {
+            row["max_steps"]: int(row["bytes"]) for row in memory if (row["study"], row["solver"]) == (name, solver)
+        }
+        if ours:
+            what = "the reversible solver" if solver == "reversible" else "a stored graph"
+            cells = [f"{ours[str(depth)] / 2**20:.1f} MiB" for depth in study.depths]
+            yield f"| memory of an update by {what} | | | {study.sizes[0]} | {' | '.join(cells)} |"
     yield ""
 
 

@@ -3,7 +3,6 @@
 import argparse
 import csv
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 
 import revdeq
+from revdeq import _device
 
 ROOT = Path(__file__).parent
 
@@ -44,17 +44,12 @@ class Row:
 
 
 def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return _device.best()
 
 
 def device_name() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    try:
-        names = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        names = []
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    name = _device.name(device())
+    return name if device().type != "cpu" else f"{name}, {torch.get_num_threads()} threads"
 
 
 def results_folder() -> Path:

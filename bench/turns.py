@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from revdeq import _device
 
+DEVICE = _device.devices()[0]
 Run = Callable[[], Any]
 
 
@@ -31,12 +32,11 @@ def take_turns(
 
 def _seconds(run: Run, calls: int = 1) -> float:
     """Per call; on a GPU, until its queue is empty."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    wait()
+    _device.synchronize(DEVICE)
     start = time.perf_counter()
     for _ in range(calls):
         run()
-    wait()
+    _device.synchronize(DEVICE)
     return (time.perf_counter() - start) / calls
 
 

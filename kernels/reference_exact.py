@@ -171,6 +171,11 @@ class HalfStep(half_step.HalfStep):
         assert step == self.plan.steps[self.done], "this is not the step that was announced"
         return self.spilled.pop() if self.plan.spills_before(self.done) else None
 
+    def announce(self, steps: Sequence[Radix]) -> None:
+        """More half-steps are to come."""
+        self.plan.steps = [*self.plan.steps, *steps]
+        self.alarm = torch.cat([self.alarm, self.alarm.new_zeros(len(steps), LANES)])
+
     def make_room(self) -> None:
         """Allocate now what all half-steps will put aside."""
         spills = self.plan.spills

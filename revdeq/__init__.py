@@ -13,6 +13,7 @@ from ._solver.layer import RevDEQ
 from ._solver.monitor import ConvergenceError, ConvergenceWarning, ReconstructionError, ReconstructionWarning
 from ._solver.options import Exact
 from ._solver.solve import Solution, solve
+from ._solver.tune import Tuning, tune
 from ._solver.verify import verify
 
 __version__ = "0.2.0.dev0"
@@ -24,11 +25,13 @@ __all__ = [
     "ReconstructionWarning",
     "RevDEQ",
     "Solution",
+    "Tuning",
     "baselines",
     "kernels",
     "models",
     "solve",
     "training",
+    "tune",
     "verify",
 ]
 

@@ -33,6 +33,24 @@ def count(kind: str) -> int:
     return 0
 
 
+def best() -> torch.device:
+    """A GPU, if there is one; of several, the one of this process under torchrun."""
+    for kind in GPUS:
+        if count(kind):
+            return of_this_process(kind)
+    return torch.device("cpu")
+
+
+def of_this_process(kind: str) -> torch.device:
+    return torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def process_group(device: torch.device) -> str:
+    """The backends of torch.distributed: gloo beside the GPU's, so that what is agreed on the CPU does not wait."""
+    collectives = {"cuda": "nccl", "xpu": "xccl"}.get(device.type)
+    return f"cpu:gloo,{device.type}:{collectives}" if collectives else "gloo"
+
+
 def api(device: torch.device) -> ModuleType:
     """torch.cuda, torch.xpu or the like."""
     return getattr(torch, device.type)
@@ -46,6 +64,14 @@ def name(device: torch.device) -> str:
             if line.startswith("model name"):
                 return line.split(":")[1].strip()
     return platform.processor() or platform.machine()
+
+
+def architecture(device: torch.device) -> str | None:
+    """What NVIDIA and AMD call what their compilers compile for."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return properties.gcnArchName if torch.version.hip else f"sm_{properties.major}{properties.minor}"
 
 
 def make_current(device: torch.device) -> None:

@@ -11,9 +11,9 @@ A program with torchdeq's command line runs with `--core reversible`. `add_args(
 import argparse
 import ast
 import contextlib
+import dataclasses
 import difflib
 import functools
-import inspect
 import logging
 import math
 import sys
@@ -21,21 +21,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torchdeq
 from torch import Tensor, nn
+
+try:
+    import torchdeq
+except ModuleNotFoundError:
+    raise ModuleNotFoundError("revdeq.torchdeq needs torchdeq: pip install 'revdeq[torchdeq]'") from None
 from torchdeq.core import DEQBase
 from torchdeq.dropout import _VariationalDropoutNd
 from torchdeq.solver.stat import SolverStat
 from torchdeq.utils.config import DEQConfig
 from torchdeq.utils.layer_utils import deq_decorator
 
+from ._solver.options import Options
 from ._solver.solve import solve
 from ._solver.stateful import modules_of
 
 SETTINGS: dict[str, Any] = {
-    name: parameter.default
-    for name, parameter in inspect.signature(solve).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("max_steps", "tol")
+    option.name: option.default for option in dataclasses.fields(Options) if option.name not in ("max_steps", "tol")
 }
 """What `revdeq.solve` takes beside the number of steps and the tolerance, which have names of torchdeq's."""
 
@@ -93,8 +96,8 @@ class DEQReversible(DEQBase):
     f_tol: stop after the first step whose relative change is at most this. None, 0 or nothing: make all evaluations.
     eval_factor, eval_f_max_iter: as in torchdeq.
     n_states, indexing: in training, also the states after these evaluations, as torchdeq counts them. The gradient
-        goes through all of them. A solve begins at each, from y = z, as in torchdeq's core "sliced"; its ends are put
-        aside, so that memory grows with their number.
+        goes through all of them. The solver starts anew at each, from y = z, as in torchdeq's core "sliced", which
+        brings it nearer to the fixed point; memory grows with their number.
     grad, sup_gap, sup_loc: in training, also the states that torchdeq would take out of its last `grad` evaluations.
     no_stat: leave out the statistics, which cost one more evaluation of f; so does f_solver="simple_fixed_point_iter".
     beta, state, check and whatever else `revdeq.solve` takes by name.
@@ -116,7 +119,7 @@ class DEQReversible(DEQBase):
         given = {name: config[name] for name in USED if config.get(name) is not None}
         self.f_max_iter = given.get("f_max_iter", 40)
         self.f_tol = given.get("f_tol")
-        steps = _steps(self.f_max_iter, "f_max_iter")
+        _steps(self.f_max_iter, "f_max_iter")
         scaled = int(self.f_max_iter * given.get("eval_factor", 1))
         self.eval_f_max_iter = given.get("eval_f_max_iter") or scaled
         self.no_stat = bool(given.get("no_stat", config.get("f_solver") == "simple_fixed_point_iter"))
@@ -126,7 +129,7 @@ class DEQReversible(DEQBase):
         self.grad = [grad] if isinstance(grad, int) else list(grad)
         self.sup_gap, self.sup_loc = given.get("sup_gap", -1), list(given.get("sup_loc", []))
         _steps(self.eval_f_max_iter, "eval_f_max_iter"), _tolerance(self.f_tol)
-        _probe(steps, self.settings)
+        Options(**self.settings)
 
     def forward(
         self,
@@ -152,8 +155,10 @@ class DEQReversible(DEQBase):
         several = isinstance(z_init, (tuple, list))
         if not several and not isinstance(z_init, Tensor):
             raise TypeError(f"z_init = {z_init!r} must be a tensor, or a tuple or list of tensors")
-        given = {name: value for name, value in (solver_kwargs or {}).items() if value is not None}
-        f_max_iter = given.get("f_max_iter", self.f_max_iter if self.training else self.eval_f_max_iter)
+        given = dict(solver_kwargs or {})
+        f_max_iter = given.get("f_max_iter")
+        if f_max_iter is None:
+            f_max_iter = self.f_max_iter if self.training else self.eval_f_max_iter
         settings = {**self.settings, **{name: given[name] for name in SETTINGS if name in given}}
         if settings["beta"] == 1:
             settings["beta"] = self.settings["beta"]
@@ -317,17 +322,11 @@ def _settings(config: dict[str, Any], named: dict[str, Any]) -> tuple[dict[str, 
             settings[name] = config[f"rev_{name}"]
         elif name != "gamma" and config.get(name) is not None:
             try:
-                _probe(1, {name: config[name]})
+                Options(**{name: config[name]})
                 settings[name] = config[name]
             except (TypeError, ValueError):
                 foreign.append(name)
     return settings, foreign
-
-
-def _probe(steps: int, settings: dict[str, Any]) -> None:
-    """Whether the solver takes these settings, it knows best."""
-    with torch.no_grad():
-        solve(lambda z: 0.5 * z, torch.zeros(1, device="cpu"), max_steps=max(1, steps), **settings)
 
 
 def _checked_spelling(named: dict[str, Any]) -> list[str]:

@@ -86,12 +86,21 @@ SLOWLY_SIMULATED = {
 """Left out by default (`pytest -m full`): together the others take half a minute."""
 
 
+NO_FAKE_GPU: str | None = None
+try:  # now: devices must be known before the first backward pass of the process
+    importlib.import_module("fake_gpu")
+except pytest.skip.Exception as reason:
+    NO_FAKE_GPU = str(reason)
+
+
 def pytest_generate_tests(metafunc):
     name = metafunc.function.__name__
     told = TOLD_WHERE & set(metafunc.fixturenames) or any(metafunc.definition.iter_markers("cpu"))
     left_out = told or any(name in names for names in NOT_SIMULATED.values())
     if metafunc.definition.path.name in SIMULATED and not left_out:
-        marks = pytest.mark.full if name in SLOWLY_SIMULATED else ()
+        marks = [pytest.mark.full] if name in SLOWLY_SIMULATED else []
+        if NO_FAKE_GPU is not None:
+            marks.append(pytest.mark.skip(reason=NO_FAKE_GPU))
         values = [pytest.param(False, id=DEVICE.type), pytest.param(True, id="fakegpu", marks=marks)]
         metafunc.parametrize("simulated", values, indirect=True)
 
@@ -102,7 +111,8 @@ def simulated(request):
     if not getattr(request, "param", False):
         yield False
         return
-    fake_gpu = importlib.import_module("fake_gpu")  # for the rest of the process: PyTorch takes one such device
+    import fake_gpu
+
     with fake_gpu.DEVICE:
         yield True
     synchronize(fake_gpu.DEVICE)

@@ -6,6 +6,7 @@ source, and fails where no row has it.
 
 import ast
 import contextlib
+import importlib
 import importlib.util
 import inspect
 import pickle
@@ -21,7 +22,7 @@ from torch.autograd import forward_ad
 
 import revdeq
 from revdeq import kernels
-from revdeq.examples import ddp
+from revdeq.examples import ddp, needs
 from revdeq.kernels import Radix, backends, cpu, operators, reference_exact
 from revdeq.models import LanguageModel, MultiScale, PuzzleModel, SingleScale, Transformer
 from revdeq.training import checkpoint, data, record
@@ -428,11 +429,23 @@ MODELS = [
 ]  # fmt: skip
 
 
+def an_example_without_extras():
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        needs("sklearn", "torchdeq")
+
+
+def reloaded_without_torchdeq():
+    with mock.patch.dict("sys.modules", {"torchdeq": None}):
+        importlib.reload(revdeq.torchdeq)
+
+
 def core(call=None, **settings):
     return lambda: (call or (lambda deq: None))(torchdeq.get_deq(core="reversible", **settings))
 
 
 TORCHDEQ = [
+    ("torchdeq is not installed", reloaded_without_torchdeq, ModuleNotFoundError,
+     "revdeq.torchdeq needs torchdeq: pip install 'revdeq[torchdeq]'"),
     ("fewer than no evaluations", core(f_max_iter=-2), ValueError,
      "f_max_iter = -2 must be a number of evaluations of f, 0 or more"),
     ("a tolerance below zero", core(f_tol=-1.0), ValueError,
@@ -469,6 +482,8 @@ SETTINGS = [
      "seed=99999999999999999999: it must be below 2**63"),
     ("an unknown device", lambda: Processes("tpu0"), SettingError,
      "--device tpu0: it must be cpu, or cuda or cuda:1 where there is such a GPU"),
+    ("an example without its extras", an_example_without_extras, SystemExit,
+     "This example needs sklearn, torchdeq: pip install 'revdeq[demo,torchdeq]'"),
     ("an example without torchrun", ddp.main, SystemExit,
      "start it with torchrun: torchrun --nproc-per-node 2 -m revdeq.examples.ddp"),
     ("a device that is not there", lambda: Processes("cuda:77"), SettingError,
@@ -652,6 +667,9 @@ ELSEWHERE = ("training/test_data.py", "training/test_train.py", "cli/test_comman
 WITH_TRAINING = ("cli", "training")
 
 UNSEEN = {
+    "f draws random numbers (…) while a graph is recorded, and torch … cannot repeat a draw there, which the backward "
+    "pass has to: use torch 2.10 or later, or call .eval() on the layers of f that drop out, or solve outside of the "
+    "graph": "needs a GPU: test_gpu_host.py",
     "… is a …, which holds other tensors: solve for those": "needs a tensor subclass: test_inside_f.py",
     "the C kernel cannot be loaded, and PyTorch's slower operations run instead: reinstall revdeq (…)":
         "needs a broken library",

@@ -1,11 +1,37 @@
 """The examples run as their docstrings say, and show what they claim."""
 
+import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import revdeq.examples
+
+NAMES = [path.stem for path in Path(revdeq.examples.__path__[0]).glob("*.py") if not path.stem.startswith("_")]
+
+
+def test_the_examples_are_listed():
+    result = subprocess.run([sys.executable, "-W", "error", "-m", "revdeq.examples"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    listed = [line.split()[0] for line in result.stdout.splitlines() if line.startswith("  ")]
+    assert listed == sorted(NAMES)
+    assert "pip install 'revdeq[demo,torchdeq]'" in result.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_names_the_extras_that_it_needs(monkeypatch, name):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(Path(revdeq.examples.__path__[0], f"{name}.py")), run_name="__main__")
+    needed = ("sklearn, torchdeq", "demo,torchdeq") if name == "swap_torchdeq" else ("sklearn", "demo")
+    assert end.value.code == f"This example needs {needed[0]}: pip install 'revdeq[{needed[1]}]'"
+
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'revdeq[demo]'")
 

@@ -33,6 +33,9 @@ from .scheme import Scheme
 NORM_FLOOR = 1e-5
 """Added to the norm of the state in the relative change, so that a solution of zero can be reached."""
 
+ANNOUNCED = 32
+"""Steps that a solve with a tolerance is prepared for at first: it may be content long before `max_steps`."""
+
 
 @dataclass
 class Iteration:
@@ -90,7 +93,8 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
     y_copy = [torch.empty_like(c) for c in z_copy]
     y = it.scheme.start(initial, z_copy)
     z = [x.clone() for x in y]
-    relax_y, relax_z = it.scheme.bind(y, y_copy, max_steps), it.scheme.bind(z, z_copy, max_steps)
+    announced = max_steps if it.options.tol is None else min(max_steps, ANNOUNCED)
+    relax_y, relax_z = it.scheme.bind(y, y_copy, announced), it.scheme.bind(z, z_copy, announced)
     if it.options.tol is None:
         it.scheme.make_room([*relax_y, *relax_z])
     while True:
@@ -108,8 +112,11 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
             for half_step, out, y_read in rows:
                 half_step.relax(out, y_read, step)
         del f_y
-        if look and _has_arrived(it, it.scheme.look(it.norms, [*relax_y, *relax_z], it.steps), initial):
-            break
+        if look:
+            assert it.norms is not None
+            norms = it.scheme.look(it.norms, [*relax_y, *relax_z], it.steps)
+            if _has_arrived(it, norms, initial):
+                break
         if last:
             break
         f_z = it.f.value(z_copy, keep=2 * it.steps >= kept_from)

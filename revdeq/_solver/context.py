@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _device
 
-_cuda, _cudnn, _mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+_cuda: Any = torch.backends.cuda
+_cudnn: Any = torch.backends.cudnn
+_mkldnn: Any = torch.backends.mkldnn
 
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 """A function that reads a setting and one that writes it."""

@@ -69,7 +69,8 @@ def _solved(it: Iteration, linear: Linearisation, seeds: State, adjoint: Adjoint
     half_step, step = kernels.half_step_for(seeds[0].device, "float64"), it.scheme.step
     y_copy, z_copy = [[g.clone() for g in seeds] for _ in range(2)]
     relax_y, relax_z = [
-        [half_step(g.double(), c) for g, c in zip(seeds, copy, strict=True)] for copy in (y_copy, z_copy)
+        [half_step(g.to(torch.float64, copy=True), c) for g, c in zip(seeds, copy, strict=True)]
+        for copy in (y_copy, z_copy)
     ]
 
     def mapped(u: State) -> State:

@@ -11,7 +11,11 @@ from .implicit import Adjoint
 from .options import NAMES, Options, documented, options_from, with_options
 from .scheme import radix_of
 from .solve import checked_f, solve
+from .tune import CLOSEST_TO_1, Tuning, tune
 from .unrolled import is_traced
+
+COEFFICIENTS = "coefficients"
+"""The name of beta and gamma in the state of a layer that was tuned."""
 
 
 class Last(NamedTuple):
@@ -51,6 +55,7 @@ class RevDEQ(nn.Module):
         for name in NAMES:
             setattr(self, name, getattr(checked, name))
         self.last = None
+        self._is_tuned = False
 
     def forward(self, x: Any, *args: Any, z0: Any = None) -> Any:
         """The fixed point of f(., x, *args).
@@ -63,12 +68,46 @@ class RevDEQ(nn.Module):
         Returns:
             z, shaped like z0.
         """
-        if z0 is None:
-            z0 = tree_map(_zeros_like, x)
-        solution = solve(self.f, z0, x, *args, **self.options)
+        solution = solve(self.f, self._start(x, z0), x, *args, **self.options)
         if not is_traced():  # there, it would be a tensor of the tracer's
             self.last = Last(solution.steps, solution.nfe, solution.residual, solution.adjoint)
         return solution.z
+
+    def tune(self, x: Any, *args: Any, z0: Any = None) -> Tuning:
+        """Set the layer's beta and gamma to those that `revdeq.tune` finds for this input. They are saved and loaded
+        with the layer from then on.
+
+        Args:
+            x: As for a call of the layer.
+            args: Likewise.
+            z0: Likewise.
+
+        Returns:
+            What was tried, and what was found.
+        """
+        beta = self.beta
+        if abs(1 - beta) < CLOSEST_TO_1:  # nothing to begin with
+            beta = 1 - CLOSEST_TO_1
+        options = {"beta": beta, "gamma": self.gamma, "max_steps": self.max_steps}
+        found = tune(self.f, self._start(x, z0), x, *args, **options)
+        self.beta, self.gamma = found.beta, found.gamma
+        self._is_tuned = True
+        return found
+
+    def _start(self, x: Any, z0: Any) -> Any:
+        return tree_map(_zeros_like, x) if z0 is None else z0
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._is_tuned:
+            destination[prefix + COEFFICIENTS] = torch.tensor([self.beta, self.gamma], dtype=torch.float64)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        found = state_dict.pop(prefix + COEFFICIENTS, None)
+        if found is not None:
+            self.beta, self.gamma = found.tolist()
+            self._is_tuned = True
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -91,8 +91,8 @@ class Monitor:
             return
         text = (
             f"the adjoint equation of gradient='implicit' is not solved: its solution changed by {change:.1e} of its "
-            f"size in the last step, where {UNSETTLED:g} can be tolerated ({self.setting}), so that the gradient of this "
-            "solve is not that of the fixed point. Take more steps, find better coefficients with revdeq.tune, or use "
+            f"size in the last step, where {UNSETTLED:g} can be tolerated ({self.setting}), so that its "
+            "gradient is not the fixed point's. Take more steps, find better coefficients with revdeq.tune, or use "
             "gradient='exact'"
         )
         self._tell(text, ConvergenceError, ConvergenceWarning)

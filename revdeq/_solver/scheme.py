@@ -15,7 +15,7 @@ from .. import kernels
 from ..kernels import reference_exact as exact
 from ..kernels.half_step import Coefficients, HalfStep
 from ..kernels.radix import LARGEST_DENOMINATOR, Radix
-from .deferred import report
+from .deferred import report, settle
 from .inputs import State
 from .options import Exact, Options
 
@@ -57,7 +57,8 @@ class Scheme(abc.ABC):
 
     @abc.abstractmethod
     def look(self, norms: Tensor, half_steps: list[Any], step: int) -> list[float]:
-        """The norms, and an error if a state did not fit in this step: the device is waited for once."""
+        """The norms, and an error if a state did not fit in this step: the device is waited for once. More steps than
+        were announced may follow."""
 
     @abc.abstractmethod
     def check(self, half_steps: list[Any]) -> None:
@@ -131,7 +132,12 @@ class Integers(Scheme):
     def look(self, norms: Tensor, half_steps: list[exact.HalfStep], step: int) -> list[float]:
         alarms = [h.alarm[step - 1 : step] for h in half_steps]
         values = torch.cat([norms.view(torch.int32), _worst(alarms)]).cpu()
+        if step == 1:
+            settle()  # z0's own alarm has come, too
         self._judge(values[2:], first_step=step)
+        for h in half_steps:
+            if h.done == len(h.plan.steps):
+                h.announce([self.step] * h.done)  # twice as many in all, and little for solves that end soon
         return values[:2].view(torch.float32).tolist()
 
     def check(self, half_steps: list[exact.HalfStep]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .options import with_options
+from .options import options_from, with_options
 from .solve import solve
 
 
@@ -75,9 +75,10 @@ def verify(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Report
     Example:
         >>> print(revdeq.verify(f, z0, x, beta=0.8))
     """
-    if options.get("gradient", "exact") != "exact":
+    checked = options_from(options)
+    if checked.gradient != "exact":
         raise ValueError(
-            f"gradient = {options['gradient']!r}: verify is about gradient='exact', which repeats steps; leave it out"
+            f"gradient = {checked.gradient!r}: verify is about gradient='exact', which repeats steps; leave it out"
         )
     recorder = _Recorder(f)
     with torch.enable_grad():

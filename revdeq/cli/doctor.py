@@ -178,13 +178,12 @@ def describe(device: torch.device) -> Finding:
         name, vector = measure.name(device), torch.backends.cpu.get_cpu_capability()
         numbers: dict[str, Any] = {"name": name, "cores": os.cpu_count(), "vector": vector}
         return Finding(f"{name}, {os.cpu_count()} cores, {vector}", numbers=numbers)
-    properties = getattr(torch, device.type).get_device_properties(device)
+    properties = measure.api(device).get_device_properties(device)
     numbers = {"name": properties.name, "memory": properties.total_memory}
-    if device.type == "cuda":
-        arch = properties.gcnArchName if torch.version.hip else f"sm_{properties.major}{properties.minor}"
+    if arch := measure.architecture(device):
         numbers["architecture"] = arch
     memory = f"{properties.total_memory / 2**30:.0f} GiB"
-    return Finding(", ".join([properties.name, memory, *([arch] if device.type == "cuda" else [])]), numbers=numbers)
+    return Finding(", ".join([properties.name, memory, *([arch] if arch else [])]), numbers=numbers)
 
 
 def backend_for(device: torch.device, main: bool) -> Finding:

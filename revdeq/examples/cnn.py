@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import revdeq
 from revdeq._device import devices
 from revdeq.cli.demo import Digits
+from revdeq.examples import needs
 
 
 class Block(nn.Module):
@@ -45,6 +46,7 @@ def train(model: nn.Module, digits: Digits, epochs: int = 4) -> float:
 
 
 def main() -> None:
+    needs("sklearn")  # the digits
     torch.set_default_device(devices()[0])
     torch.manual_seed(0)
     digits = Digits.load()

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import revdeq
 from revdeq.cli.demo import Digits
+from revdeq.examples import needs
 from revdeq.models import ConvBlock
 
 
@@ -24,6 +25,7 @@ def classifier(channels: int = 16) -> nn.Module:
 
 
 def main() -> None:
+    needs("sklearn")  # the digits
     if "RANK" not in os.environ:
         raise SystemExit(f"start it with torchrun: {(__doc__ or '').splitlines()[-1]}")
     gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))

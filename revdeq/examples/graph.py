@@ -10,12 +10,11 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
-from sklearn.neighbors import NearestNeighbors
 from torch import Tensor, nn
 
 import revdeq
 from revdeq._device import devices, peak_memory
+from revdeq.examples import needs
 
 
 class Propagate(nn.Module):
@@ -59,6 +58,10 @@ def train(model: nn.Module, labels: Tensor, known: Tensor, updates: int = 40) ->
 
 
 def main() -> None:
+    needs("sklearn")
+    from sklearn.datasets import load_digits
+    from sklearn.neighbors import NearestNeighbors
+
     torch.set_default_device(device := devices()[0])
     images, digits = load_digits(return_X_y=True)
     neighbours = torch.tensor(NearestNeighbors(n_neighbors=5).fit(images).kneighbors(return_distance=False))

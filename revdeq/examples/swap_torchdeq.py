@@ -1,6 +1,6 @@
 """A program written for torchdeq whose solver is swapped: one import, which adds the core "reversible", and one line.
 
-python -m revdeq.examples.swap_torchdeq            # needs torchdeq: pip install 'revdeq[demo,torchdeq]'
+python -m revdeq.examples.swap_torchdeq
 """
 
 from collections.abc import Callable
@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torchdeq
 from torch import Tensor, nn
 
-import revdeq.torchdeq  # noqa: F401
 from revdeq._device import devices, peak_memory
 from revdeq.baselines import stored_graph
 from revdeq.cli.demo import Digits
+from revdeq.examples import needs
 
 EVALUATIONS = 16
 
@@ -70,6 +69,11 @@ def reversibly_iterated(f: Callable[[Tensor], Tensor], z0: Tensor) -> tuple[list
 
 
 def main() -> None:
+    needs("sklearn", "torchdeq")
+    import torchdeq
+
+    import revdeq.torchdeq  # noqa: F401, the import that adds the core
+
     torch.set_default_device(device := devices()[0])
     digits = Digits.load()
     before = torchdeq.get_deq(f_solver="fixed_point_iter", f_max_iter=EVALUATIONS, ift=True, b_max_iter=EVALUATIONS)

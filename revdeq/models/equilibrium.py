@@ -1,7 +1,6 @@
 """The fixed point of a block, by the reversible solver or, to compare, by another."""
 
 import contextlib
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,12 +10,14 @@ from torch import Tensor, nn
 from .._solver.adjoint import NORM_FLOOR
 from .._solver.context import Disturbed, Draw
 from .._solver.layer import Last, RevDEQ
+from .._solver.options import NAMES, Options
 from ..baselines import checkpointed, stored_graph
 from .blocks import checked_size
 
 SOLVERS = ("reversible", "stored", "checkpointed", "torchdeq")
-OF_ALL_SOLVERS = ("beta", "max_steps", "tol", "check")
-"""Options that mean something, or can do no harm, whatever the solver."""
+OF_ALL = ("beta", "max_steps", "tol", "check")
+TAKEN = {"stored": (*OF_ALL, "gamma"), "checkpointed": (*OF_ALL, "gamma"), "torchdeq": OF_ALL}
+"""Options that mean something to another solver, or can do no harm."""
 
 
 class Equilibrium(RevDEQ):
@@ -47,7 +48,7 @@ class Equilibrium(RevDEQ):
         f, z0 = _Repeated(self.f, x), torch.zeros_like(x, requires_grad=False)
         if self.solver != "torchdeq":
             solve = stored_graph if self.solver == "stored" else checkpointed
-            z = solve(f, z0, beta=self.beta, max_steps=self.max_steps)
+            z = solve(f, z0, beta=self.beta, gamma=self.gamma, max_steps=self.max_steps)
             change, value = (z.detach() - f.inputs[-2]).norm(), z.detach().norm()
             residual = change / (value + NORM_FLOOR)
         else:
@@ -65,7 +66,7 @@ class Equilibrium(RevDEQ):
         return f"{super().extra_repr()}, solver={self.solver!r}{extra}"
 
 
-OPTIONS = {*inspect.signature(RevDEQ).parameters, *inspect.signature(Equilibrium).parameters} - {"f", "options"}
+OPTIONS = {*NAMES, "solver", "evaluations"}
 """By name, what a model passes on to its equilibria."""
 
 
@@ -122,9 +123,9 @@ def _checked_solver(solver: str, options: Mapping[str, Any]) -> str:
     if solver in ("stored", "checkpointed") and options.get("tol") is not None:
         raise ValueError(f"tol = {options['tol']!r}: solver = {solver!r} takes all of its steps; use tol=None")
     if solver != "reversible":
-        defaults = inspect.signature(RevDEQ).parameters
         for name, value in options.items():
-            if name not in OF_ALL_SOLVERS and value != defaults[name].default:
+            same = value == getattr(Options, name) or (name, value) == ("state", "float64")
+            if name not in TAKEN[solver] and not same:
                 raise ValueError(f"{name} = {value!r} belongs to solver = 'reversible'; with {solver!r} leave it out")
     return solver
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from .. import _device
 from .._atomic import replacing
 
 FORMAT = "revdeq 1"
@@ -61,21 +62,20 @@ def load_weights(model: nn.Module, path: Path, state: Mapping[str, Any]) -> None
         raise CheckpointError(f"{path} has the weights of another model: {error}") from error
 
 
-def generators() -> dict[str, Any]:
-    """The states of torch's, Python's and NumPy's generators."""
+def generators(device: torch.device) -> dict[str, Any]:
+    """The states of torch's, Python's and NumPy's generators; "cuda" is the device's, whatever GPU it is."""
+    cpu, *gpu = _device.generator_states(device)
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "torch": cpu,
+        "cuda": gpu[0] if gpu else None,
         "python": random.getstate(),
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
     }
 
 
-def restore_generators(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+def restore_generators(state: Mapping[str, Any], device: torch.device) -> None:
+    _device.set_generator_states(device, [state["torch"], *([] if device.type == "cpu" else [state["cuda"]])])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *rest = state["numpy"]

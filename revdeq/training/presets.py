@@ -183,7 +183,7 @@ class Preset:
 
 
 IMAGES = Training(epochs=100, batch=64, lr=3e-4, weight_decay=1e-4, schedule="plateau")
-PUZZLES = Training(epochs=1000, lr=2e-3, schedule="cosine", warmup=100, clip=1.0)
+PUZZLES = Training(epochs=1000, schedule="cosine", warmup=100, clip=1.0)
 BLOCKS = {"beta": 0.8, "tol": 1e-6}
 
 
@@ -253,15 +253,15 @@ PRESETS = {
             "prefix-tiny",
             "prefix-sums",
             "puzzle",
-            {"bits": 16, "channels": 48, "max_steps": (5, 20), "beta": 0.8, "state": "exact"},
+            {"bits": 16, "channels": 48, "max_steps": (5, 20), "beta": 0.8},
             dataclasses.replace(PUZZLES, lr=4e-3, updates=500, batch=32, evaluate_every=100),
         ),
         Preset(
             "maze-tiny",
             "mazes",
             "puzzle",
-            {"cells": 4, "channels": 32, "max_steps": (6, 30), "beta": 0.8, "state": "exact"},
-            dataclasses.replace(PUZZLES, updates=2500, batch=16, evaluate_every=500),
+            {"cells": 4, "longest_of": 8, "channels": 32, "max_steps": (6, 18), "beta": 0.8},
+            dataclasses.replace(PUZZLES, lr=3e-3, updates=2000, batch=16, evaluate_every=500),
         ),
     )
 }

@@ -1,6 +1,8 @@
 """One process, or those that torchrun started: who this one is, and what they do together."""
 
 import contextlib
+import gc
+import importlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import _device
 from .presets import SettingError
 
 
@@ -17,27 +20,29 @@ class Processes:
 
     def __init__(self, device: str | None = None) -> None:
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.device = _checked(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = _checked(device) if device else _device.best()
         self.first = self.rank == 0
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        _device.make_current(self.device)
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
         if self.size == 1:
             yield
             return
-        # gloo beside nccl: what is agreed on the CPU must not wait for the GPU
-        dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+        # The group's threads end with the last reference to it, and those that are left when the interpreter ends may
+        # abort the process. This module keeps the group that there is when it is imported, as DDP does, for good.
+        importlib.import_module("torch.distributed.nn")
+        dist.init_process_group(_device.process_group(self.device))
         try:
             yield
         finally:
+            gc.collect()  # a model in DDP refers to itself, and to the group
             dist.destroy_process_group()
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         if self.size == 1:
             return model
-        return nn.parallel.DistributedDataParallel(model, [self.device] if self.device.type == "cuda" else None)
+        return nn.parallel.DistributedDataParallel(model, None if self.device.type == "cpu" else [self.device])
 
     def share(self, batch: Tensor) -> Tensor:
         return batch.chunk(self.size)[self.rank]
@@ -81,9 +86,9 @@ def _checked(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise SettingError(f"--device {name}: it must be cpu, or cuda or cuda:1 where there is such a GPU") from None
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    if device.type != "cpu" and not (device.type == "cuda" and device.index < torch.cuda.device_count()):
-        there = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU"
+    if device.type in _device.GPUS and device.index is None:
+        device = _device.of_this_process(device.type)
+    if device not in (known := _device.devices()) and device.type != "cpu":
+        there = ", ".join(map(str, known[:-1])) or "no GPU"
         raise SettingError(f"--device {name}: there is {there}; use cpu, or leave it out")
     return device

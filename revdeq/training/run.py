@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from .. import _device
 from .._solver.layer import RevDEQ
 from ..models import count_parameters
 from . import checkpoint, data, record
@@ -69,16 +70,22 @@ def train(
     """Train in the folder `out` with the data in `folder`; the rows of its metrics.csv."""
     processes = Processes(device)
     with processes.connected():
-        last = out / "last.pt"
-        saved = _saved(last, preset, resume)
-        with processes.first_alone():
-            dataset = data.load(preset.data, folder, preset.settings)
-        run = Run(preset, dataset.to(processes.device), processes, folder, out, quiet or not processes.first)
-        if processes.first:
-            record.make_folder(out)
-        if saved is not None:
-            run.load(saved, last)
-        return run.go(resume)
+        return _train(preset, folder, out, resume, processes, quiet)  # nothing of it is left when they part
+
+
+def _train(
+    preset: Preset, folder: Path | None, out: Path, resume: bool, processes: Processes, quiet: bool
+) -> list[dict[str, Any]]:
+    last = out / "last.pt"
+    saved = _saved(last, preset, resume)
+    with processes.first_alone():
+        dataset = data.load(preset.data, folder, preset.settings)
+    run = Run(preset, dataset.to(processes.device), processes, folder, out, quiet or not processes.first)
+    if processes.first:
+        record.make_folder(out)
+    if saved is not None:
+        run.load(saved, last)
+    return run.go(resume)
 
 
 class Trained(NamedTuple):
@@ -142,7 +149,7 @@ class Run:
 
         torch.manual_seed(training.seed)
         model = preset.build(**dataset.shapes)
-        if processes.size > 1 and processes.device.type == "cuda":
+        if processes.size > 1 and processes.device.type != "cpu":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self.model = model.to(processes.device)
         self.parameters = count_parameters(self.model)
@@ -326,7 +333,7 @@ class Run:
 
     def _save(self) -> None:
         losses = self._losses() if self.losses else []
-        generators = self.processes.all_of(checkpoint.generators())
+        generators = self.processes.all_of(checkpoint.generators(self.processes.device))
         if not self.processes.first:
             return
         state = {
@@ -353,7 +360,7 @@ class Run:
         self.losses = [torch.tensor(loss, device=self.processes.device) for loss in saved["losses"]]
         self.window, self.rows = list(saved["window"]), list(saved["rows"])
         if self.processes.size == len(saved["generators"]):
-            checkpoint.restore_generators(saved["generators"][self.processes.rank])
+            checkpoint.restore_generators(saved["generators"][self.processes.rank], self.processes.device)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
@@ -388,8 +395,8 @@ def evaluate(
 
 def peak_memory(device: torch.device) -> int:
     """In bytes: of the tensors on a GPU, of the whole process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if (allocated := _device.allocated(device)) is not None:
+        return allocated
     try:
         import resource
     except ImportError:  # Windows

@@ -817,7 +817,7 @@ def test_layers_are_copied_saved_and_pickled():
     other = revdeq.RevDEQ(MLP(), beta=0.7, max_steps=3, tol=1e-4)
     other.load_state_dict(deq.state_dict())
     assert torch.equal(other(x), expected)
-    assert "beta=0.7, max_steps=3, tol=0.0001" in repr(deq)
+    assert "beta=0.7, max_steps=3, tol=0.0001" in repr(deq) and "gamma" not in repr(deq)
 
 
 def test_a_solve_inside_a_solve():

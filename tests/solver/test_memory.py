@@ -48,6 +48,16 @@ def test_without_grad_no_graph_of_f_is_built():
     assert peak(solve, 4, grad=False) < 0.7 * peak(solve, 4)
 
 
+def test_steps_that_a_tolerance_allows_cost_nothing_before_they_are_taken():
+    """The exact state notes for each step whether it fitted, in 1 KiB for y and for z."""
+
+    def run():
+        revdeq.solve(lambda z: 0.5 * z + 1, torch.zeros(4), state="exact", tol=1e-3, max_steps=10**6)
+
+    run()
+    assert peak_memory(run, torch.zeros(0).device) < 2**20
+
+
 def test_nothing_outlives_the_solution():
     """No reference cycle keeps the states alive until the garbage collector comes by."""
     gc.disable()

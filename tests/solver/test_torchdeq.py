@@ -165,7 +165,7 @@ def test_keywords_by_name_are_checked_for_their_spelling(caplog):
     with caplog.at_level(logging.INFO):
         torchdeq.get_deq(core="reversible", hidden=4)
     assert "does not use hidden = 4" in caplog.text
-    with pytest.raises(ValueError, match="beta = 1 must lie"):
+    with pytest.raises(ValueError, match="beta = 1 must not be 1"):
         torchdeq.get_deq(core="reversible", beta=1)
 
 
@@ -186,10 +186,28 @@ def test_settings_of_the_solver_by_name_and_from_a_command_line():
         torchdeq.get_deq(core="reversible", check="yes")
 
 
-def test_gamma_is_torchdeqs_in_a_namespace_and_ours_by_name(monkeypatch):
-    monkeypatch.setitem(revdeq.torchdeq.SETTINGS, "gamma", 0.0)
-    monkeypatch.setattr(revdeq.torchdeq, "_probe", lambda steps, settings: None)  # today's solver may have none
-    assert settings_of(torchdeq.get_deq(namespace("--gamma", "0.7")))["gamma"] == 0.0
+def test_every_option_of_the_solver_can_be_given():
+    program, x = Program(namespace("--f_max_iter", "8", "--f_tol", "0")), torch.randn(4, 3)
+    given = {"beta": 0.75, "gamma": 0.8, "state": "exact", "check": "raise", "gradient": "exact", "keep": 3}
+    given["backward_steps"] = 2
+    assert given.keys() == revdeq.torchdeq.SETTINGS.keys()
+    for name, value in given.items():
+        flags = [] if value is None else [f"--rev_{name}", str(value)]
+        assert settings_of(torchdeq.get_deq(namespace(*flags)))[name] == value
+        assert settings_of(torchdeq.get_deq(core="reversible", **{name: value}))[name] == value
+        assert program(x, solver_kwargs={name: value})[1]["nstep"][0] == 8
+
+
+def test_the_implicit_gradient_is_torchdeqs():
+    ours = Program(core="reversible", f_max_iter=200, f_tol=1e-6, gradient="implicit")
+    theirs, x = Program(ift=True, f_max_iter=200, b_max_iter=200, f_tol=1e-6, b_tol=1e-6), torch.randn(4, 3)
+    gradients = [torch.autograd.grad(program(x)[0][-1].sum(), list(program.parameters())) for program in (ours, theirs)]
+    for g, e in zip(*gradients, strict=True):
+        assert (g - e).norm() <= 1e-4 * e.norm()
+
+
+def test_gamma_is_torchdeqs_in_a_namespace_and_ours_by_name():
+    assert settings_of(torchdeq.get_deq(namespace("--gamma", "0.7")))["gamma"] == 1.0
     assert settings_of(torchdeq.get_deq(namespace("--gamma", "0.7", "--rev_gamma", "0.2")))["gamma"] == 0.2
     assert settings_of(torchdeq.get_deq(core="reversible", gamma=0.3))["gamma"] == 0.3
 

@@ -15,7 +15,7 @@ of two devices do not mix. The other device is current, so that whatever relies 
 What it cannot show: operations run at once, one after the other, so there is neither asynchrony nor a race between
 streams; a graph is not recorded, let alone replayed; memory is counted by tensors, without what an operation needs
 inside; kernels other than ours are the CPU's; nothing can be said about speed. PyTorch gives a device made in Python
-one thread, so that only fakegpu:0 has backward passes.
+one thread, so that only fakegpu:0 has backward passes; and only if this module was imported before the process's first.
 """
 
 import contextlib
@@ -298,7 +298,7 @@ def _copy(target, source, non_blocking):
     if isinstance(target, Tensor):
         target.raw.copy_(_raw(source))
     elif non_blocking:
-        target.view(torch.uint8 if target.dim() else target.dtype).fill_(85)
+        target.view(-1).view(torch.uint8).fill_(85)
         driver.current_stream(source.device).copy(source.raw, target)
     else:
         driver.wait("a copy")
@@ -329,19 +329,19 @@ _library.impl("empty_strided", _empty_strided, "PrivateUse1")
 
 
 @contextlib.contextmanager
-def emulated(gpu="sm_90"):
+def emulated(name="sm_90"):
     """Launches of Triton kernels on tensors of this device are executed as on that GPU, bit for bit."""
     from emulator import emulating
     from gpu_targets import TARGETS, missing
-
-    from revdeq.kernels import backends
 
     if missing:
         pytest.skip(missing)
     from triton.runtime.jit import JITFunction
 
-    with emulating(TARGETS[gpu], unordered=["p_alarm"]), pytest.MonkeyPatch.context() as patch:
-        run, runs_on = JITFunction.run, backends.gpu.runs_on
+    from revdeq.kernels import backend, gpu
+
+    with emulating(TARGETS[name], unordered=["p_alarm"]), pytest.MonkeyPatch.context() as patch:
+        run, runs_on = JITFunction.run, gpu.runs_on
 
         def on_raw_memory(kernel, *args, **kwargs):
             places = {x.device for x in args if isinstance(x, torch.Tensor)}
@@ -351,5 +351,6 @@ def emulated(gpu="sm_90"):
             run(kernel, *map(_raw, args), **kwargs)
 
         patch.setattr(JITFunction, "run", on_raw_memory)
-        patch.setattr(backends.gpu, "runs_on", lambda device: device.type == NAME or runs_on(device))
-        yield
+        patch.setattr(gpu, "runs_on", lambda device: device.type == NAME or runs_on(device))
+        with backend("triton"):
+            yield

@@ -22,7 +22,9 @@ def complaints(figure, page=LIGHT):
 
 
 def _panels(figure):
-    return [axes for axes in figure.axes if axes.get_visible() and axes.axison]
+    """Without colour bars, which are no subplots."""
+    shown = (axes for axes in figure.axes if axes.get_visible() and axes.axison)
+    return [axes for axes in shown if axes.get_subplotspec() is not None]
 
 
 def _small_panels(figure):

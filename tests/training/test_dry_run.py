@@ -31,9 +31,8 @@ def test_operations_are_those_of_a_checkpointed_update(name):
     """Which evaluates f again in the backward pass, too. The first layer has no gradient of its input to compute: a
     tenth. (The fused attention of CPUs is not counted.)"""
     preset = configured(name, SMALL[name])
-    more = {"solver": "checkpointed", "state": "float64"}
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        update(preset, **more)()
+        update(preset, solver="checkpointed")()
     predicted = dry_run.predicted(preset).one.operations * BATCH
     assert predicted == pytest.approx(counter.get_total_flops(), rel=0.1)
 

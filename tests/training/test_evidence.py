@@ -46,8 +46,13 @@ def test_a_report_of_whole_runs(tmp_path):
         ("runs", "curves", "probes"), (evidence.ROW, evidence.CURVE, evidence.PROBE), tables, strict=True
     ):
         evidence.append(tmp_path / f"{name}.csv", columns, rows)
-    evidence_report.report(tmp_path)
+    run = tmp_path / "runs" / "language-1"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text('{"training": {"updates": 3000}}')
+    (run / "metrics.csv").write_text("update,metric\n200,310.5\n220,\n")
+    evidence_report.report(tmp_path, tmp_path / "runs")
     page = (tmp_path / "README.md").read_text()
+    assert "- language-1: update 220 of 3,000, 310.5 on the validation set" in page
     assert "| 0.003 of 3 tried |" in page and "| N = 160 |" in page
     assert (tmp_path / "prefix.png").exists() and (tmp_path / "states.png").exists()
 

@@ -336,7 +336,7 @@ def test_exact_state(name):
     assert len(forward) == len(calls) == 48 * len(model.equilibria) == model.last.nfe
     for before, again in zip(reversed(forward), calls, strict=True):
         assert torch.equal(before, again)
-    model = small(name, **deep)
+    model = small(name, state="float64", **deep)
     with pytest.raises(revdeq.ReconstructionError):
         loss_of(model, inputs, targets).backward()
 
@@ -510,6 +510,21 @@ def test_copies_and_checkpoints(name):
         assert stored.load_state_dict(model.state_dict()).missing_keys == []
 
 
+@pytest.mark.parametrize("name", IMPLICIT)
+def test_models_pass_every_option_on(name):
+    """An option of `revdeq.solve` is one of the models, without a change to them."""
+    other = {"beta": 0.7, "gamma": 0.9, "tol": 1e-2, "state": "exact", "check": None, "keep": 1, "backward_steps": 2}
+    model = small(name, **other)
+    for layer in model.equilibria:
+        assert {key: layer.options[key] for key in other} == other
+    with pytest.raises(TypeError, match="unknown keyword betta = 0.5: did you mean beta?"):
+        small(name, betta=0.5)
+    for solver, option in (("torchdeq", {"gamma": 0.9}), ("stored", {"keep": 2}), ("checkpointed", {"state": "exact"})):
+        if solver != "torchdeq" or torchdeq:
+            with pytest.raises(ValueError, match=f"belongs to solver = 'reversible'; with '{solver}' leave it out"):
+                small(name, solver=solver, **option)
+
+
 def test_a_block_of_ones_own():
     for name in IMPLICIT:
         model = small(name, block=Contraction)
@@ -528,8 +543,8 @@ def test_bad_arguments():
         (SingleScale, {"channels": 56}, r"56 channels \(.*\) cannot be split into 3 groups.*multiple of 16"),
         (SingleScale, {"max_steps": 0}, "max_steps = 0 must be at least 1"),
         (SingleScale, {"classes": 2.5}, "classes = 2.5 must be an integer"),
-        (SingleScale, {"beta": 1}, "beta = 1 must lie in"),
-        (SingleScale, {"state": "float32"}, "state = 'float32' must be 'float64', 'exact'"),
+        (SingleScale, {"beta": 1}, "beta = 1 must not be 1"),
+        (SingleScale, {"state": "float32"}, "state = 'float32' must be 'auto', 'float64', 'exact'"),
         (SingleScale, {"check": "maybe"}, "check = 'maybe' must be 'warn'"),
         (SingleScale, {"solver": "newton"}, "solver = 'newton' must be one of 'reversible', 'stored'"),
         (SingleScale, {"solver": "stored", "tol": 1e-3}, "tol = 0.001: solver = 'stored' takes all.*tol=None"),
@@ -574,5 +589,5 @@ def test_without_torchdeq(monkeypatch):
 
 
 def test_repr_says_how_it_is_solved():
-    assert "max_steps=4, tol=None" in repr(Equilibrium(ConvBlock(16), max_steps=4))
+    assert "beta=0.5, max_steps=4" in repr(Equilibrium(ConvBlock(16), max_steps=4))
     assert "solver='stored'" in repr(Equilibrium(ConvBlock(16), solver="stored"))

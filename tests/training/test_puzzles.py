@@ -7,8 +7,9 @@ import torch
 
 from revdeq.models import PuzzleModel, PuzzleNet, count_parameters
 from revdeq.training import run as train
-from revdeq.training.data import DATASETS, DataError, Mazes, PrefixSums
-from revdeq.training.presets import configured
+from revdeq.training.data import DATASETS, DataError, Entry, Mazes, PrefixSums
+from revdeq.training.data.dataset import ACCURACY, Batch
+from revdeq.training.presets import Preset, Training, configured
 
 pytest.importorskip("tqdm", reason="needs revdeq[train]")
 
@@ -66,6 +67,14 @@ def test_a_puzzle_of_no_size_is_named():
     for make, wrong in ((PrefixSums, 1), (PrefixSums, 2.5), (Mazes, True)):
         with pytest.raises(DataError, match=f"={wrong}: it must be an integer of at least 2"):
             make(wrong)
+    with pytest.raises(DataError, match="longest_of=0: it must be an integer of at least 1"):
+        Mazes(4, longest_of=0)
+
+
+def test_a_training_may_prefer_long_paths():
+    mazes = Mazes(4, longest_of=8)
+    long, fair = (mazes.made(50, torch.Generator().manual_seed(0), training)[1] for training in (True, False))
+    assert long.sum() > 1.5 * fair.sum() and torch.equal(fair, Mazes(4).made(50, torch.Generator().manual_seed(0))[1])
 
 
 def test_a_model_reads_puzzles_of_every_size():
@@ -85,6 +94,44 @@ def test_an_explicit_network_of_equal_size():
         model = PuzzleNet.sized(parameters, depth=4)
     width = model.classify[0].in_features
     assert abs(count_parameters(model) / parameters - 1) <= 2 / width  # one channel more or less
+
+
+def test_a_data_set_of_ones_own_is_a_class_and_an_entry(tmp_path, monkeypatch):
+    """With nothing but what `DataSet` asks for."""
+
+    class Complement:
+        unit, units, metric, splits, validation, size = "bits", 5, ACCURACY, ("held out",), "held out", 64
+        shapes = {"features": 1, "dimensions": 1}  # noqa: RUF012
+
+        def __init__(self, ones: float = 0.5) -> None:
+            self.ones = ones
+
+        def describe(self):
+            return "bits, to be flipped"
+
+        def to(self, device):
+            return self
+
+        def order(self, generator):
+            return torch.randperm(self.size, generator=generator)
+
+        def batch(self, indices, generator):
+            bits = (torch.rand(len(indices), 1, 5, generator=generator) < self.ones).float()
+            return Batch(bits, 1 - bits[:, 0].long())
+
+        def evaluation(self, split, batch):
+            yield self.batch(torch.arange(20), torch.Generator().manual_seed(7))
+
+        def saved(self):
+            return None
+
+    monkeypatch.setitem(DATASETS, "complement", Entry(Complement))
+    training = Training(updates=60, batch=16, lr=0.01, schedule="constant")
+    preset = Preset("complement-tiny", "complement", "puzzle", {"channels": 8, "max_steps": 2}, training)
+    rows = train.train(preset.changed({"ones": 0.4}), None, tmp_path / "run", quiet=True)
+    assert rows[-1]["metric"] == 1.0
+    trained = train.restored(tmp_path / "run/best.pt", None)
+    assert trained.dataset.ones == 0.4 and trained.dataset.splits == ("held out",)
 
 
 def test_more_steps_solve_larger_puzzles_than_those_of_the_training(tmp_path):

@@ -70,9 +70,9 @@ def one_thread_and_own_cache(folder, monkeypatch):
     monkeypatch.setenv("REVDEQ_CACHE", str(folder / "cache"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    states = checkpoint.generators()
+    states = checkpoint.generators(torch.device("cpu"))
     yield
-    checkpoint.restore_generators(states)
+    checkpoint.restore_generators(states, torch.device("cpu"))
     torch.set_num_threads(threads)
 
 

@@ -37,7 +37,7 @@ class Puzzles:
     def describe(self) -> str:
         raise NotImplementedError
 
-    def made(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def made(self, count: int, generator: torch.Generator, training: bool = False) -> tuple[Tensor, Tensor]:
         """Inputs (count, features, positions ...) and targets (count, positions ...)."""
         raise NotImplementedError
 
@@ -53,15 +53,17 @@ class Puzzles:
         return torch.arange(self.size)
 
     def batch(self, indices: Tensor, generator: torch.Generator) -> Batch:
-        inputs, targets = self.made(len(indices), generator)
-        return Batch(inputs.to(self.device), targets.to(self.device))
+        return self._batch(len(indices), generator, training=True)
+
+    def _batch(self, count: int, generator: torch.Generator, training: bool) -> Batch:
+        return Batch(*(part.to(self.device) for part in self.made(count, generator, training)))
 
     def evaluation(self, split: str, batch: int) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(self.splits.index(split))
         left = EVALUATED[split]
         while left:
             count = min(batch, left)
-            yield self.batch(torch.arange(count), generator)
+            yield self._batch(count, generator, training=False)
             left -= count
 
     def saved(self) -> None:
@@ -82,7 +84,7 @@ class PrefixSums(Puzzles):
     def describe(self) -> str:
         return f"prefix sums modulo 2 of {self.bits} bits, made on the fly"
 
-    def made(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def made(self, count: int, generator: torch.Generator, training: bool = False) -> tuple[Tensor, Tensor]:
         bits = torch.randint(2, (count, self.bits), generator=generator)
         return bits[:, None].float(), bits.cumsum(1) % 2
 
@@ -94,25 +96,32 @@ class Mazes(Puzzles):
     for the end. It is carved by a depth-first search in random order, which makes long corridors.
 
     cells: k.
+    longest_of: in training, the longest path of so many random ones is taken: in small mazes long paths are rare, and a
+        model that has hardly seen any does not carry far. In evaluations, a random one.
     """
 
     unit, features, dimensions = "pixels", 3, 2
 
-    def __init__(self, cells: int = 4) -> None:
-        self.cells = checked("cells", cells)
+    def __init__(self, cells: int = 4, longest_of: int = 1) -> None:
+        self.cells, self.longest_of = checked("cells", cells), checked("longest_of", longest_of, least=1)
         self.units = (2 * cells + 1) ** 2
 
     def describe(self) -> str:
         return f"mazes of {self.cells} x {self.cells} cells, made on the fly"
 
-    def made(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        draw = random.Random(int(torch.randint(2**62, (), generator=generator)))
+    def made(self, count: int, generator: torch.Generator, training: bool = False) -> tuple[Tensor, Tensor]:
+        draw, tries = random.Random(int(torch.randint(2**62, (), generator=generator))), self.longest_of
         free = torch.tensor([carved(self.cells, draw) for _ in range(count)], dtype=torch.float32)
-        ends = torch.zeros(count, 2, *free.shape[1:])
-        for maze in range(count):
+        if not training:
+            tries = 1
+        free = free.repeat_interleave(tries, 0)
+        ends = torch.zeros(count * tries, 2, *free.shape[1:])
+        for maze in range(count * tries):
             for channel, cell in enumerate(draw.sample(range(self.cells**2), 2)):
                 ends[maze, channel, 2 * (cell // self.cells) + 1, 2 * (cell % self.cells) + 1] = 1
-        return torch.cat([free[:, None], ends], 1), path(free, ends.sum(1)).long()
+        targets = path(free, ends.sum(1)).long()
+        longest = targets.sum((1, 2)).view(count, tries).argmax(1) + tries * torch.arange(count)
+        return torch.cat([free[:, None], ends], 1)[longest], targets[longest]
 
 
 def carved(cells: int, draw: random.Random) -> list[list[int]]:
@@ -148,7 +157,7 @@ def path(free: Tensor, ends: Tensor) -> Tensor:
         left[dead] = 0
 
 
-def checked(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 2:
-        raise DataError(f"{name}={value!r}: it must be an integer of at least 2")
+def checked(name: str, value: Any, least: int = 2) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise DataError(f"{name}={value!r}: it must be an integer of at least {least}")
     return value

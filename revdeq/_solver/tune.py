@@ -1,0 +1,276 @@
+"""revdeq.tune: the two coefficients with which the iteration of this very f converges fastest.
+
+Near the fixed point, an eigenvalue l of f's Jacobian becomes L = 1 - gamma + gamma l, and an evaluation multiplies
+its error by the roots of
+
+    xi^2 = beta L xi + (1 - beta)
+
+so that the iteration converges where every L lies in the ellipse with half-axes 1 (real) and (2 - beta) / beta
+(imaginary). How to choose, then: gamma = 1 / (1 - c) moves the centre c of f's eigenvalues to 0. beta < 1 makes the
+ellipse taller, for an f that rotates. beta > 1 makes it flat, and the iteration fast, for an f that does not. And since
+nobody knows the eigenvalues of a network, try a few pairs and take the best: that is what `tune` does.
+
+| f | its eigenvalues | a good pair |
+|---|---|---|
+| attention | all around 0, some beyond 1 in size | beta .7 to .9, gamma .7 to .9 |
+| convolutions with a normalisation | near the real axis | beta 1.1 to 1.4, gamma 1 |
+| a gradient step, far below 0 | real, from -3 to 0 | beta .9 to 1.2, gamma .4 to .6 |
+
+With one ellipse around all eigenvalues, of centre c and half-axes p and q, the best pair and its rate are known
+(`best_coefficients`).
+"""
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from .. import _device
+from .options import options_from, with_options
+from .solve import checked_state, solve
+
+MOST_SOLVES = 24
+CLOSEST_TO_1 = 1 / 16
+"""A smaller |1 - beta| gains nothing, and costs the way back four bits and more in every half-step."""
+
+START = ((0.8, 1.0), (1.25, 1.0), (0.9, 0.8), (0.7, 0.6), (1.15, 0.75))
+"""Pairs for attention, for convolutions and between them."""
+
+SLOW = 2.0
+"""Seconds beyond which a progress bar is shown, to a terminal."""
+
+
+class Trial(NamedTuple):
+    beta: float
+    gamma: float
+    residual: float
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What `revdeq.tune` found. Print it for a table, or plot it.
+
+    Attributes:
+        beta, gamma: The best pair.
+        residual: ‖f(z) - z‖ / ‖z‖ after the solve with it.
+        given: The pair that the search began with, and its residual.
+        trials: All that were tried, in order.
+        evaluations: Of f in a solve.
+    """
+
+    beta: float
+    gamma: float
+    residual: float
+    given: Trial
+    evaluations: int
+    trials: list[Trial] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"relative residual of f after {self.evaluations} evaluations", "", "  beta   gamma  residual"]
+        for trial in sorted(self.trials, key=lambda t: t.residual):
+            notes = [note for pair, note in ((self._best, "best"), (self.given, "given")) if trial == pair]
+            size = f"{trial.residual:.1e}" if math.isfinite(trial.residual) else "diverges"
+            lines.append(f"{trial.beta:6.3f}  {trial.gamma:6.3f}  {size:<9}{', '.join(notes)}".rstrip())
+        return "\n".join(lines)
+
+    @property
+    def _best(self) -> Trial:
+        return Trial(self.beta, self.gamma, self.residual)
+
+    def plot(self, path: Any = None) -> Any:
+        """Draw the pairs that were tried, coloured by their residual.
+
+        Args:
+            path: Where to save the picture, if it is to be saved.
+
+        Returns:
+            matplotlib's figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.colors import LogNorm
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("a plot needs matplotlib: pip install matplotlib, or 'revdeq[demo]'") from error
+        figure = Figure(figsize=(5.5, 4), layout="constrained")
+        axes = figure.subplots()
+        finite = [t for t in self.trials if 0 < t.residual < math.inf]
+        others = [t for t in self.trials if not math.isfinite(t.residual)]
+        if others:
+            axes.scatter(
+                [t.beta for t in others], [t.gamma for t in others], marker="x", color="grey", label="diverges"
+            )
+        if finite:
+            low, high = min(t.residual for t in finite), max(t.residual for t in finite)
+            points = axes.scatter(
+                [t.beta for t in finite],
+                [t.gamma for t in finite],
+                c=[t.residual for t in finite],
+                norm=LogNorm(low, max(high, 1.001 * low)),
+                cmap="viridis_r",
+                s=45,
+            )
+            figure.colorbar(points, label=f"relative residual after {self.evaluations} evaluations")
+        axes.scatter([self.beta], [self.gamma], marker="o", s=160, facecolors="none", edgecolors="red", label="best")
+        axes.scatter(
+            [self.given.beta],
+            [self.given.gamma],
+            marker="s",
+            s=110,
+            facecolors="none",
+            edgecolors="black",
+            label="given",
+        )
+        axes.axvspan(1 - CLOSEST_TO_1, 1 + CLOSEST_TO_1, color="grey", alpha=0.15, lw=0)
+        axes.set(xlabel="beta (the grey band is not tried)", ylabel="gamma")
+        figure.legend(loc="outside upper center", ncols=3, frameon=False)
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
+
+
+@with_options
+def tune(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Tuning:
+    """Find the beta and gamma with which a solve of `max_steps` steps comes closest to the fixed point of f.
+
+    It tries at most 24 pairs, each with a solve that builds no graph, by a pattern search from a few that work well
+    for attention and for convolutions. What it returns is never worse than the pair that it was given. It is
+    deterministic: all solves see the same random draw. Tune again when f has been trained for a while.
+
+    Args:
+        f: As for `revdeq.solve`.
+        z0: Likewise.
+        args: Likewise.
+        {options}
+
+    Returns:
+        A `Tuning`, with the best beta and gamma, their residual and all that were tried.
+
+    Raises:
+        ValueError: The beta to begin with is within 1/16 of 1, where the way back is too lossy.
+        FloatingPointError: f is not finite at z0, or the iteration diverges with every pair.
+
+    Example:
+        >>> found = revdeq.tune(f, z0, x, max_steps=8)
+        >>> z = revdeq.solve(f, z0, x, beta=found.beta, gamma=found.gamma, max_steps=8).z
+    """
+    checked = options_from(options)
+    if abs(1 - checked.beta) < CLOSEST_TO_1:
+        raise ValueError(
+            f"beta = {checked.beta!r} is within 1/16 of 1, where the backward pass would lose too much: begin with 0.9 "
+            "or 1.1, for example"
+        )
+    initial, _ = checked_state(z0)
+    settings = {"max_steps": checked.max_steps, "state": "float64", "check": None}
+    random = _device.generator_states(initial[0].device)
+
+    def residual(beta: float, gamma: float) -> float:
+        _device.set_generator_states(initial[0].device, random)
+        try:
+            z = solve(f, z0, *args, beta=beta, gamma=gamma, **settings).z
+        except ArithmeticError:
+            return math.inf
+        _device.set_generator_states(initial[0].device, random)
+        return _relative_residual(f(z, *args), z)
+
+    trials: dict[tuple[float, float], float] = {}
+    with torch.no_grad(), _progress() as step:
+        try:
+            for beta, gamma in _search((float(checked.beta), float(checked.gamma)), trials):
+                trials[beta, gamma] = residual(beta, gamma)
+                step()
+        finally:
+            _device.set_generator_states(initial[0].device, random)
+    rows = [Trial(beta, gamma, size) for (beta, gamma), size in trials.items()]
+    best = min(rows, key=lambda t: t.residual)
+    if not math.isfinite(best.residual):
+        raise FloatingPointError(
+            f"the iteration diverges with all of the {len(rows)} pairs that were tried: f returns NaN or infinity, or "
+            "has eigenvalues with real parts beyond 1; normalise what f returns, or begin with a smaller gamma"
+        )
+    return Tuning(*best, given=rows[0], evaluations=2 * checked.max_steps, trials=rows)
+
+
+def best_coefficients(p: float, q: float = 0.0, c: float = 0.0) -> tuple[float, float, float]:
+    """Where the eigenvalues of f's Jacobian fill an ellipse of centre c and half-axes p (real) and q (imaginary): the
+    best beta and gamma, and by what they multiply the error in an evaluation."""
+    if not c + p < 1:
+        raise ValueError(f"c + p = {c + p} must be below 1: no pair converges with an eigenvalue of a larger real part")
+    gamma = 1 / (1 - c)
+    p, q = gamma * p, gamma * q
+    s = math.sqrt(1 + q * q - p * p)
+    return 2 / (1 + s), gamma, (p + q) / (1 + s)
+
+
+def rate(eigenvalues: torch.Tensor, beta: float, gamma: float = 1.0) -> float:
+    """By what an evaluation multiplies the error in the long run, with these eigenvalues of f's Jacobian."""
+    moved = beta * (1 - gamma + gamma * eigenvalues.to(torch.complex128))
+    root = torch.sqrt(moved.square() + 4 * (1 - beta))
+    return torch.stack([(moved + root).abs(), (moved - root).abs()]).max().item() / 2
+
+
+def _search(given: tuple[float, float], trials: dict[tuple[float, float], float]) -> Iterator[tuple[float, float]]:
+    """The pairs to try, one after the other; `trials` has the results so far. From the best of the first ones, a step
+    in each of four directions, shorter ones where none of them is better."""
+    for pair in (given, *START):
+        if pair not in trials:
+            yield pair
+    size = 0.16
+    while len(trials) < MOST_SOLVES and size > 0.01:
+        centre = min(trials, key=lambda pair: trials[pair])
+        before = trials[centre]
+        for move in ((size, 0.0), (-size, 0.0), (0.0, size), (0.0, -size)):
+            pair = _allowed(centre[0] + move[0], centre[1] + move[1], upwards=move[0] > 0)
+            if pair not in trials and len(trials) < MOST_SOLVES:
+                yield pair
+                if trials[pair] < before:  # go on from there at once: solves are what counts
+                    break
+        if min(trials.values()) >= before:
+            size /= 2
+
+
+def _allowed(beta: float, gamma: float, upwards: bool) -> tuple[float, float]:
+    """The pair, or the nearest that may be tried: a step towards 1 goes to the other side of it."""
+    if abs(1 - beta) < CLOSEST_TO_1:
+        beta = 1 + CLOSEST_TO_1 if upwards else 1 - CLOSEST_TO_1
+    return round(min(max(beta, 0.1), 1.9), 4), round(min(max(gamma, 0.05), 1.9), 4)
+
+
+def _relative_residual(out: Any, z: Any) -> float:
+    pairs = list(zip(tree_leaves(out), tree_leaves(z), strict=True))
+    change = sum((new.double() - old.double()).square().sum() for new, old in pairs)
+    value = sum(old.double().square().sum() for _, old in pairs)
+    size = math.sqrt(float(change)) / max(math.sqrt(float(value)), sys.float_info.min)
+    return size if math.isfinite(size) else math.inf
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[], None]]:
+    """A function to call after every solve. It shows a bar if it takes long, there is a terminal and tqdm is there."""
+    bar: Any = None
+    began, done = time.monotonic(), 0
+
+    def step() -> None:
+        nonlocal bar, done
+        done += 1
+        if bar is not None:
+            bar.update()
+        elif done == 1 and MOST_SOLVES * (time.monotonic() - began) > SLOW and sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm
+
+                bar = tqdm(total=MOST_SOLVES, initial=done, desc="tune", unit="solve", leave=False)
+
+    try:
+        yield step
+    finally:
+        if bar is not None:
+            bar.close()

@@ -1,0 +1,140 @@
+"""The settings and the random draw that f sees are the same in both passes, whatever threads and forks there are."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import revdeq
+from revdeq._solver.context import Draw
+
+CPU = torch.device("cpu")
+
+
+def in_two_threads(run):
+    """The results of run(0) and run(1), or an error if they do not come."""
+    results = {}
+
+    def note(i):
+        results[i] = run(i)
+
+    threads = [threading.Thread(target=note, args=(i,), daemon=True) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(results) == 2, "the threads wait for each other, or failed"
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_first_evaluations_in_two_threads_may_wait_for_each_other(draws):
+    """What they draw at the same time is each other's: such a first evaluation is repeated."""
+    together, met = threading.Barrier(2, timeout=30), threading.local()
+
+    def f(z):
+        mask = F.dropout(torch.ones(500)) if draws else torch.full((500,), 2.0)
+        if not getattr(met, "once", False):
+            met.once = True
+            together.wait()
+            if draws:
+                mask = mask * F.dropout(torch.ones(500)) / 2
+        elif draws:
+            mask = mask * F.dropout(torch.ones(500)) / 2
+        return mask + 0 * z
+
+    def run(_):
+        return revdeq.solve(f, torch.zeros(500, requires_grad=True), max_steps=12).z.detach()
+
+    for z in in_two_threads(run):
+        # of one mask at all evaluations every element is 0 or all of it
+        expected = torch.tensor([0.0, 2 * (2**12 - 1)])
+        assert torch.isin((z * 2**12).round(), expected).all()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_process_forked_while_another_thread_evaluates_can_solve(draws):
+    """In the first evaluation of that thread, and in one that has its turn to draw."""
+    inside, go_on, calls = threading.Event(), threading.Event(), []
+
+    def f(z):
+        calls.append(1)
+        out = F.dropout(z) if draws else 0.5 * z
+        if len(calls) == (2 if draws else 1):
+            inside.set()
+            go_on.wait(60)
+        return out
+
+    thread = threading.Thread(target=lambda: revdeq.solve(f, torch.zeros(3)))
+    thread.start()
+    inside.wait(60)
+    child = os.fork()
+    if child == 0:
+        threading.Timer(30, os._exit, (1,)).start()
+        revdeq.solve(lambda z: F.dropout(0.5 * z), torch.zeros(3))
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    go_on.set()
+    thread.join()
+    assert status == 0, "the child waits for a thread that it does not have"
+
+
+def test_a_fork_within_an_evaluation_goes_on_with_it():
+    """As when f starts workers: the child has the evaluation that it is in, and leaves it."""
+    if not hasattr(os, "fork"):
+        pytest.skip("there is no fork")
+    with Draw(CPU):
+        child = os.fork()
+    if child == 0:
+        os._exit(0 if not Draw._first and not Draw._drawing else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+PRECISION = """
+    import torch, revdeq
+    from torch import backends as b
+    before = {{}}
+    names = {names!r}
+    def read():
+        return [eval(f"b.{{name}}.fp32_precision") for name in names]
+    first = read()
+    seen = []
+    def f(z, x):
+        seen.append(read())
+        return 0.5 * z + x
+    x = torch.ones(3, requires_grad=True)
+    for name in names:
+        exec(f"b.{{name}}.fp32_precision = {value!r}")
+    z = revdeq.solve(f, torch.zeros(3), x).z
+    for name, value in zip(names, first):
+        exec(f"b.{{name}}.fp32_precision = {{value!r}}")
+    assert read() == first
+    z.sum().backward()
+    assert read() == first, (read(), first)
+    assert seen == [[{value!r}] * len(names)] * 32, seen
+    torch.get_float32_matmul_precision()
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="torch 2.9 has precisions of their own")
+@pytest.mark.parametrize(
+    ("names", "value"),
+    [
+        (["cuda.matmul"], "tf32"),
+        (["cudnn.conv", "cudnn.rnn"], "ieee"),
+        (["mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"], "bf16"),
+    ],
+    ids=["cuda", "cudnn", "mkldnn"],
+)
+def test_precisions_set_the_new_way_are_those_of_the_forward_pass(names, value):
+    """In a process of its own: afterwards, torch refuses to read some of them the old way."""
+    program = textwrap.dedent(PRECISION.format(names=names, value=value))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,97 @@
+"""Decisions that wait for a device: by several threads, in a fork, and at the end of a process."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+
+from revdeq import _device
+from revdeq._solver import deferred
+
+
+@pytest.fixture(autouse=True)
+def later(monkeypatch):
+    """CPU tensors, too, are decided on later."""
+    monkeypatch.setattr(deferred, "_pending", [])
+    monkeypatch.setattr(_device, "can_look", lambda x: False)
+
+
+class Event:
+    def __init__(self, ready):
+        self.query = ready
+
+    def synchronize(self):
+        pass
+
+
+def test_two_threads_decide_once_on_each_and_only_on_what_has_arrived(monkeypatch):
+    """Both ask about the first at the same time; the second is not there."""
+    both, asked = threading.Barrier(2), []
+
+    def slowly():
+        asked.append(1)
+        try:
+            both.wait(0.5)  # the other one asks now, if it may
+        except threading.BrokenBarrierError:
+            both.reset()
+        return True
+
+    events = iter([Event(slowly), Event(lambda: False)])
+    monkeypatch.setattr(_device, "mark", lambda device: next(events))
+    decided = []
+    deferred.report(torch.tensor(1.0), lambda x: decided.append(float(x)))
+    deferred.report(torch.tensor(2.0), lambda x: decided.append(float(x)))
+    threads = [threading.Thread(target=deferred.settle) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert decided == [1.0]
+    assert len(deferred._pending) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_has_nothing_pending_and_a_lock_of_its_own(monkeypatch):
+    """Even if another thread held it."""
+    deferred.report(torch.tensor(1.0), lambda x: None)
+    with deferred._lock:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if not deferred._pending and deferred._lock.acquire(blocking=False) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(deferred._pending) == 1
+
+
+LAST_SOLVE = """
+    import atexit
+    atexit.register(print, "handlers of others run")
+    import torch, revdeq
+    from revdeq import _device
+    atexit.register(print, "also those that came later")
+    _device.can_look = lambda x: False
+    torch.manual_seed(0)
+    f = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+    settings = {{"beta": {beta}, "max_steps": 20, "state": "float64", "check": {check!r}}}
+    revdeq.solve(f, torch.randn(5, 8), **settings).z.sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("check", "beta", "status", "told"),
+    [
+        ("warn", 0.9, 0, "ReconstructionWarning: the backward pass did not find its way back"),
+        ("raise", 0.9, 1, "ReconstructionError: the backward pass did not find its way back"),
+        ("raise", 0.5, 0, ""),
+    ],
+)
+def test_the_last_solve_of_a_process_is_told_of_at_its_end(check, beta, status, told):
+    program = textwrap.dedent(LAST_SOLVE.format(check=check, beta=beta))
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    assert told in done.stderr and bool(told) == bool(done.stderr)
+    assert done.stdout.splitlines() == ["also those that came later", "handlers of others run"]

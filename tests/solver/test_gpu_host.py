@@ -1,0 +1,251 @@
+"""What a GPU's host side does to a solve: its threads, streams, events, graphs and generators, on a simulated one."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fake_gpu import DEVICE, OTHER, driver, emulated
+from torch import nn
+
+import revdeq
+from revdeq import _device
+from revdeq._solver import deferred, monitor
+from revdeq.baselines import stored_graph
+
+STATES = ("float64", "exact")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Nothing noted, nothing pending, and the other device is current."""
+    monkeypatch.setattr(monitor, "_already_warned", set())
+    monkeypatch.setattr(deferred, "_pending", [])
+    driver.waits.clear()
+    driver.launches.clear()
+    assert driver.current_device() == OTHER.index != DEVICE.index
+
+
+def block(device=DEVICE, d=6):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(d, d), nn.Tanh()).to(device)
+
+
+def solve(device, **settings):
+    """Forward and backward: what made the host wait, the steps, and all results on the CPU."""
+    torch.manual_seed(0)
+    f, x = nn.Sequential(nn.Linear(61, 61), nn.Tanh()).to(device), torch.randn(70, 61).to(device).requires_grad_()
+    z0 = torch.zeros(70, 61, device=device)
+    driver.waits.clear()
+    solution = revdeq.solve(lambda z, x: f(z) + x, z0, x, beta=0.8, max_steps=4, check="raise", **settings)
+    solution.z.square().sum().backward()
+    waits = list(driver.waits)
+    tensors = (solution.y, solution.z, x.grad, *(p.grad for p in f.parameters()))
+    return waits, solution.steps, [t.detach().cpu() for t in tensors]
+
+
+@pytest.mark.parametrize("tol", [None, 1e-2])
+@pytest.mark.parametrize("state", STATES)
+def test_the_whole_gpu_path_gives_the_bits_of_the_cpu_and_waits_once_per_step_with_a_tolerance(state, tol):
+    _, _, expected = solve("cpu", state=state, tol=tol)
+    with emulated():
+        waits, steps, results = solve(DEVICE, state=state, tol=tol)
+        driver.synchronize(DEVICE)
+        deferred.settle()
+    assert all(map(torch.equal, results, expected))
+    assert len(waits) == (0 if tol is None else steps), waits
+    assert len(driver.launches) == 4, driver.launches  # relax, relax_norms, invert_adjoint, invert_compare
+    assert not deferred._pending
+
+
+def test_a_launch_with_another_device_current_is_an_error_of_the_simulation(monkeypatch):
+    """So that the tests above mean something."""
+    monkeypatch.setattr(revdeq.kernels.backends.gpu, "_on", lambda device: driver.device(OTHER))
+    with emulated(), pytest.raises(RuntimeError, match="a launch on fakegpu:1 with tensors on"):
+        solve(DEVICE)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("state", STATES)
+def test_f_may_close_over_a_tensor_that_was_computed(state, hooked):
+    """The backward pass has another thread, where autograd counts its nodes anew."""
+    torch.manual_seed(0)
+    encoder, f, x = nn.Linear(6, 6, device=DEVICE), block(), torch.randn(3, 6, device=DEVICE)
+    threads, fired = set(), []
+
+    def gradients(solver):
+        encoded = encoder(x)
+        if hooked:
+            encoded.register_hook(lambda g: fired.append(g))
+
+        def closure(z):
+            threads.add(threading.get_ident())
+            return f(z) + encoded
+
+        z = solver(closure, torch.zeros(3, 6, device=DEVICE))
+        return torch.autograd.grad(z.square().sum(), [*encoder.parameters(), *f.parameters()])
+
+    ours = gradients(lambda *args: revdeq.solve(*args, state=state).z)
+    assert len(threads) == 2
+    assert len(fired) == hooked
+    for gradient, expected in zip(ours, gradients(stored_graph), strict=True):
+        # the exact state resolves 6e-8
+        assert (gradient - expected).norm() <= (1e-6 if state == "float64" else 1e-5) * expected.norm()
+
+
+# verdicts
+
+
+def lose_the_way(check="raise"):
+    settings = {"beta": 0.9, "max_steps": 20, "state": "float64", "check": check}
+    revdeq.solve(block(), torch.ones(5, 6, device=DEVICE), **settings).z.sum().backward()
+
+
+def harmless():
+    revdeq.solve(torch.cos, torch.zeros(1))
+
+
+def test_a_verdict_comes_when_the_device_has_come_to_it_and_nobody_waits():
+    lose_the_way()
+    harmless()  # asks, and finds it not ready
+    with pytest.raises(revdeq.ReconstructionError, match="did not find its way back"):
+        harmless()
+    harmless()
+    lose_the_way("warn")
+    harmless()
+    with pytest.warns(revdeq.ReconstructionWarning, match="did not find its way back"):
+        harmless()
+    assert not driver.waits
+
+
+def test_a_verdict_is_that_of_the_stream_of_its_tensors(monkeypatch):
+    """An event on the current device's stream is ready at once, when there is nothing to be seen yet."""
+    revdeq.solve(block(), torch.ones(5, 6, device=DEVICE), check="raise").z.sum().backward()
+    harmless()
+    harmless()
+
+    def mark(device):
+        event = driver.Event()
+        event.record()
+        return event
+
+    monkeypatch.setattr(_device, "mark", mark)
+    revdeq.solve(block(), torch.ones(5, 6, device=DEVICE), check="raise").z.sum().backward()
+    with pytest.raises(revdeq.ReconstructionError):  # of what is in memory by chance
+        harmless()
+
+
+def test_a_verdict_that_is_not_ready_does_not_hold_up_another_devices():
+    def other(value):
+        raise ValueError("of the other device")
+
+    lose_the_way()
+    deferred.report(torch.zeros(1, device=OTHER), other)
+    driver.current_stream(OTHER).run()
+    with pytest.raises(ValueError, match="of the other device"):
+        harmless()
+    with pytest.raises(revdeq.ReconstructionError):
+        harmless()
+
+
+@pytest.mark.parametrize("value", [500.0, 100.0])
+def test_with_a_tolerance_an_overflow_is_told_by_the_solve_itself(value):
+    """z0 or f: every step is waited for anyway, and no more than once."""
+    z0 = torch.full((3,), value, device=DEVICE)
+    what = "z0 does not fit the exact state" if value > 128 else "left in step 2: with f at 150"
+
+    def f(z):
+        return torch.where(z.abs() > 110, 150.0, 120.0) + 0 * z
+
+    with pytest.raises(OverflowError, match=what):
+        revdeq.solve(f, z0, tol=1e-6, max_steps=40, state="exact")
+    assert len(driver.waits) == (1 if value > 128 else 2), driver.waits
+
+
+# graphs
+
+
+@pytest.mark.parametrize("current", [DEVICE, OTHER])
+def test_nothing_is_asked_and_nothing_decided_while_a_graph_is_recorded(current):
+    lose_the_way()
+    pending = list(deferred._pending)
+    x = torch.ones(5, 6, device=DEVICE)
+    with driver.recording(DEVICE), driver.device(current):  # raises if it was spoiled
+        f = block()
+        revdeq.solve(f, x, beta=0.9, max_steps=20, state="float64", check="raise").z.sum().backward()
+        revdeq.solve(f, x, state="exact").z.sum().backward()
+    assert deferred._pending == pending
+    harmless()
+    with pytest.raises(revdeq.ReconstructionError):
+        harmless()
+
+
+def dropping_out(masks):
+    def f(z, x):
+        dropped = F.dropout(x)
+        masks.append(dropped.detach().raw != 0)
+        return 0.5 * z + dropped
+
+    return f
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_dropout_is_one_mask_in_both_passes(recorded):
+    x, masks = torch.ones(50, device=DEVICE, requires_grad=True), []
+    host, before = torch.get_rng_state(), driver.get_rng_state(DEVICE)
+    with driver.recording(DEVICE) if recorded else driver.device(OTHER):
+        z = revdeq.solve(dropping_out(masks), torch.zeros(50, device=DEVICE), x, max_steps=3).z
+        after = driver.get_rng_state(DEVICE)
+        driver.set_rng_state(before, DEVICE)
+        F.dropout(x)
+        assert torch.equal(driver.get_rng_state(DEVICE), after), "where one evaluation leaves it"
+        torch.rand(3, device=DEVICE)
+        at_last = driver.get_rng_state(DEVICE)
+        torch.autograd.grad(z, x, torch.ones(50, device=DEVICE))
+    assert len(masks) == 12
+    assert all(torch.equal(mask, masks[0]) for mask in masks) and 0 < masks[0].sum() < 50
+    assert torch.equal(driver.get_rng_state(DEVICE), at_last)
+    assert torch.equal(torch.get_rng_state(), host)
+
+
+def test_a_generator_that_cannot_be_read_under_recording_may_not_be_drawn_from(monkeypatch):
+    """As before torch 2.10: otherwise every evaluation would see another mask."""
+    monkeypatch.setattr(driver, "old", True)
+    x = torch.ones(2, 1, 5, 8, device=DEVICE)
+    with driver.recording(DEVICE):
+        with pytest.raises(RuntimeError, match="f draws random numbers .* while a graph is recorded.*torch 2.10"):
+            revdeq.solve(dropping_out([]), torch.zeros_like(x), x)
+        # what does not drop out does not draw
+        revdeq.solve(lambda z: 0.5 * F.scaled_dot_product_attention(z, z, z) + F.dropout(x, training=False), x)
+        assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    revdeq.solve(dropping_out([]), torch.zeros_like(x), x)
+
+
+def test_a_solve_within_f_may_draw_in_the_thread_of_a_backward_pass():
+    """The gradient of an inner solve is taken inside f, by the device's thread, while this one is in an evaluation."""
+    w, done = torch.full((5,), 0.3, device=DEVICE, requires_grad=True), []
+
+    def f(z):
+        with torch.enable_grad():
+            inner = revdeq.solve(lambda u: F.dropout(w * u + 1), torch.zeros(5, device=DEVICE), max_steps=2).z
+            (gradient,) = torch.autograd.grad(inner.sum(), w)
+        return 0.5 * z + gradient
+
+    def run():
+        revdeq.solve(f, torch.zeros(5, device=DEVICE), max_steps=2)
+        done.append(True)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert done, "the two threads wait for each other"
+
+
+def test_memory_is_asked_of_the_device():
+    def run():
+        torch.zeros(1000, device=DEVICE)
+        kept = torch.zeros(500, device=DEVICE)
+        return kept + 1
+
+    assert _device.peak_memory(run, DEVICE) == 4000
+    assert _device.allocated(DEVICE) >= 4000 and _device.allocated(torch.device("cpu")) is None

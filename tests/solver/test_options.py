@@ -1,0 +1,431 @@
+"""The options of a solve: two coefficients, the states, graphs that are kept, other gradients."""
+
+import copy
+import inspect
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import revdeq
+from revdeq._device import peak_memory
+from revdeq._solver.options import NAMES, Options
+from revdeq.baselines import stored_graph
+from revdeq.models import ConvBlock, TransformerBlock
+
+STATES = pytest.mark.parametrize("state", ["float64", "exact"])
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+class Block(nn.Module):
+    def __init__(self, d=6, dtype=torch.float32):
+        super().__init__()
+        self.linear = nn.Linear(d, d, dtype=dtype)
+
+    def forward(self, z, x):
+        return torch.tanh(self.linear(z) + x)
+
+
+def relative(ours, expected):
+    return max(((g - e).norm() / e.norm()).item() for g, e in zip(ours, expected, strict=True))
+
+
+# declared once
+
+
+def test_options_are_documented_and_declared_wherever_they_are_taken():
+    for function in (revdeq.solve, revdeq.RevDEQ, revdeq.verify):
+        parameters = inspect.signature(function).parameters
+        for name in NAMES:
+            assert parameters[name].default == getattr(Options(), name), (function, name)
+            assert f"        {name}: " in inspect.getdoc(function).replace("\n    ", "\n        "), (function, name)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"gamma": 0}, ValueError, r"gamma = 0 must lie in \(0, 2\)"),
+        ({"gamma": 2.5}, ValueError, r"gamma = 2.5 must lie in \(0, 2\)"),
+        ({"gamma": "1"}, TypeError, r"gamma = '1' must be a number in \(0, 2\)"),
+        ({"beta": [0.5, 0.6]}, TypeError, r"beta = \[0.5, 0.6\] must be a number .* it is the same in all steps"),
+        ({"gradient": "ift"}, ValueError, "gradient = 'ift' must be 'exact', .* or 'implicit'"),
+        ({"keep": -1}, ValueError, "keep = -1 must be at least 0"),
+        ({"keep": 1.5}, TypeError, "keep = 1.5 must be an integer of at least 0"),
+        ({"backward_steps": 0}, ValueError, "backward_steps = 0 must be at least 1.*None: all"),
+        ({"keep": 2, "gradient": "implicit"}, ValueError, "keep = 2 belongs to gradient='exact'"),
+        ({"backward_steps": 2, "gradient": "implicit"}, ValueError, "backward_steps = 2 belongs to gradient='exact'"),
+        ({"bta": 0.5}, TypeError, "unknown keyword bta = 0.5: did you mean beta"),
+        ({"solver": "anderson"}, TypeError, "unknown keyword solver = 'anderson': there are beta, gamma, max_steps"),
+    ],
+)
+def test_bad_input(keywords, error, message):
+    with pytest.raises(error, match=message):
+        revdeq.solve(torch.cos, torch.zeros(1), **keywords)
+    with pytest.raises(error, match=message):
+        revdeq.RevDEQ(torch.cos, **keywords)
+    with pytest.raises(error, match=message):
+        revdeq.verify(torch.cos, torch.zeros(1), **keywords)
+
+
+# gamma
+
+
+@pytest.mark.parametrize("gamma", [0.3, 0.8, 1.4])
+@pytest.mark.parametrize("beta", [0.5, 0.8, 1.2])
+def test_the_second_coefficient_by_hand(beta, gamma):
+    x = torch.randn(4, dtype=torch.float64)
+    solution = revdeq.solve(lambda z: torch.cos(z) + x, x, beta=beta, gamma=gamma, max_steps=3)
+
+    def g(z):
+        return (1 - solution.gamma) * z + solution.gamma * (torch.cos(z) + x)
+
+    y = z = x
+    for _ in range(3):
+        y = (1 - solution.beta) * y + solution.beta * g(z)
+        z = (1 - solution.beta) * z + solution.beta * g(y)
+    torch.testing.assert_close(solution.z, z, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(solution.y, y, rtol=1e-13, atol=1e-13)
+    assert abs(solution.beta - beta) < 1e-7 and abs(solution.gamma - gamma) < 1e-6
+
+
+@pytest.mark.parametrize("gamma", [0.7, 1.3])
+@pytest.mark.parametrize("beta", [0.5, 0.8, 1.3])
+def test_gradcheck_with_a_second_coefficient(beta, gamma):
+    def function(z0, x, weight):
+        solution = revdeq.solve(
+            lambda z, x: torch.tanh(z @ weight + x), z0, x, beta=beta, gamma=gamma, max_steps=3, state="float64"
+        )
+        return solution.z, solution.y
+
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3), (2, 3), (3, 3))]
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+@STATES
+@pytest.mark.parametrize("block", [ConvBlock, TransformerBlock])
+def test_with_a_second_coefficient_both_passes_compute_the_same(state, block):
+    f = block(16) if block is ConvBlock else block(16, heads=2)
+    x = torch.randn(2, 16, 6, 6) if block is ConvBlock else torch.randn(2, 5, 16)
+    settings = {"beta": 0.8, "gamma": 0.75, "max_steps": 4, "state": state}
+    report = revdeq.verify(f, torch.zeros_like(x), x, **settings)
+    assert report.exact, str(report)
+    z = revdeq.solve(f, torch.zeros_like(x), x, check="raise", **settings).z
+    expected = stored_graph(f, torch.zeros_like(x), x, beta=0.8, gamma=0.75, max_steps=4)
+    if state == "float64":
+        assert torch.equal(z, expected)
+    weight = torch.randn_like(z)
+    ours = torch.autograd.grad(z, list(f.parameters()), weight)
+    theirs = torch.autograd.grad(expected, list(f.parameters()), weight)
+    # the exact state computes with the fraction .8 and other roundings of 6e-8, which this f amplifies a little
+    assert relative(ours, theirs) <= (1e-6 if state == "float64" else 1e-4)
+
+
+def test_every_backend_gives_the_same_with_a_second_coefficient(backend):
+    f, x = Block(16), torch.randn(300, 16)
+
+    def run(state):
+        f.zero_grad()
+        solution = revdeq.solve(f, torch.zeros_like(x), x, beta=0.8, gamma=0.6, max_steps=4, tol=1e-8, state=state)
+        solution.z.square().sum().backward()
+        return [solution.z, solution.y, solution.residual, *(p.grad.clone() for p in f.parameters())]
+
+    for state in ("float64", "exact"):
+        with revdeq.kernels.backend("reference"):
+            expected = run(state)
+        with revdeq.kernels.backend(backend):
+            assert all(map(torch.equal, run(state), expected))
+
+
+@STATES
+@pytest.mark.parametrize("grad", [True, False])
+def test_f_may_change_its_input_in_place_also_with_a_second_coefficient(state, grad):
+    weight = torch.rand(3, requires_grad=True)
+
+    def gradient(f):
+        with torch.set_grad_enabled(grad):
+            solution = revdeq.solve(f, torch.ones(3), gamma=0.7, max_steps=4, state=state, check="raise")
+        if not grad:
+            return solution.z, solution.y
+        return solution.z, solution.y, *torch.autograd.grad(solution.z.sum(), weight)
+
+    ours = gradient(lambda z: z.mul_(0.5).add_(weight.detach() if not grad else weight))
+    expected = gradient(lambda z: 0.5 * z + weight)
+    assert all(map(torch.equal, ours, expected))
+
+
+# state="auto"
+
+
+@pytest.mark.parametrize(
+    ("settings", "state"),
+    [
+        ({"beta": 0.5, "max_steps": 8}, "float64"),  # 16 log2(1.5 / .5) = 25 bits
+        ({"beta": 0.8, "max_steps": 4}, "float64"),  # 25 bits
+        ({"beta": 0.8, "max_steps": 8}, "exact"),  # 51
+        ({"beta": 0.5, "max_steps": 11}, "exact"),  # 35
+        ({"beta": 0.8, "max_steps": 8, "gamma": 0.5}, "exact"),  # 16 log2(1.4 / .2) = 45
+        ({"beta": 0.8, "max_steps": 64, "backward_steps": 4}, "float64"),
+        ({"beta": 0.8, "max_steps": 64, "gradient": "implicit"}, "float64"),
+        ({"beta": 0.999, "max_steps": 8}, "float64"),  # 1 - beta has no fraction: the check will tell
+    ],
+)
+def test_the_state_is_chosen_by_what_float64_would_lose(settings, state):
+    f, x = Block(), torch.randn(3, 6)
+    assert revdeq.solve(f, torch.zeros(3, 6), x, **settings).state == state
+    with torch.no_grad():
+        assert revdeq.solve(f, torch.zeros(3, 6), x, **settings).state == "float64"
+    wide = Block(dtype=torch.float64)
+    assert revdeq.solve(wide, torch.zeros(3, 6).double(), x.double(), **settings).state == "float64"
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.8, 0.9, 1.2])
+def test_by_default_nobody_gets_a_wrong_gradient(beta):
+    f, x = ConvBlock(16), torch.randn(2, 16, 6, 6)
+    for max_steps in (1, 4, 8, 12, 40):
+        assert revdeq.verify(f, torch.zeros_like(x), x, beta=beta, max_steps=max_steps).exact
+
+
+def test_a_solve_with_an_enormous_limit_prepares_for_what_it_takes():
+    x = torch.randn(4)
+    run = lambda: revdeq.solve(lambda z: 0.5 * z + x, torch.zeros(4), max_steps=10**6, tol=1e-5, state="exact")  # noqa: E731
+    assert run().steps < 100
+    assert peak_memory(run) < 1 << 20
+
+
+# keep
+
+
+def gradients(f, x, seed=0, **settings):
+    torch.manual_seed(seed)
+    z = revdeq.solve(f, torch.zeros_like(x), x, check="raise", **settings).z
+    return [z.detach(), *torch.autograd.grad(z.square().sum(), [x, *f.parameters()])]
+
+
+@STATES
+@pytest.mark.parametrize("tol", [None, 1e-3])
+@pytest.mark.parametrize("keep", [1, 5, 8, 100])
+def test_kept_graphs_change_no_bit(state, keep, tol):
+    f, x = Block(), torch.randn(3, 6, requires_grad=True)
+    settings = {"beta": 0.8, "max_steps": 5, "state": state, "tol": tol}
+    assert all(map(torch.equal, gradients(f, x, keep=keep, **settings), gradients(f, x, **settings)))
+
+
+@pytest.mark.parametrize(("keep", "again"), [(0, 8), (3, 5), (7, 1), (8, 1), (99, 1)])
+def test_what_is_kept_is_not_evaluated_again(keep, again):
+    """The first evaluation is never kept."""
+    block, calls = Block(), []
+
+    def f(z, x):
+        calls.append(1)
+        return block(z, x)
+
+    z = revdeq.solve(f, torch.zeros(3, 6), torch.randn(3, 6), max_steps=4, keep=keep).z
+    assert len(calls) == 8
+    z.sum().backward()
+    assert len(calls) == 8 + again
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, z, x):
+        return self.block(F.dropout(z, 0.3), x)
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, z, x):
+        z.mul_(0.5)
+        return self.block(z, x)
+
+
+class Energy(nn.Module):
+    """Makes a leaf of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1, bias=False))
+
+    def forward(self, z, x):
+        point = z.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.net(point + x).sum(), point, create_graph=True)
+        return 0.5 * z - force
+
+
+@STATES
+@pytest.mark.parametrize("gamma", [1.0, 0.7])
+@pytest.mark.parametrize("kind", [Dropped, InPlace, Energy])
+def test_kept_graphs_with_what_people_put_into_f(state, kind, gamma):
+    f, x = kind(), torch.randn(3, 6, requires_grad=True)
+    settings = {"max_steps": 4, "state": state, "gamma": gamma}
+    assert all(map(torch.equal, gradients(f, x, keep=5, **settings), gradients(f, x, **settings)))
+
+
+def test_kept_graphs_with_hooks_autocast_and_a_second_backward_pass():
+    f, x, calls = Block(), torch.randn(3, 6, requires_grad=True), []
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = revdeq.solve(f, torch.zeros(3, 6), x, keep=6).z
+        plain = revdeq.solve(f, torch.zeros(3, 6), x).z
+    first = torch.autograd.grad(kept.sum(), [x, *f.parameters()], retain_graph=True)
+    second = torch.autograd.grad(kept.sum(), [x, *f.parameters()])
+    expected = torch.autograd.grad(plain.sum(), [x, *f.parameters()])
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, first, expected))
+    z = revdeq.solve(f, torch.zeros(3, 6), x, keep=6).z
+    f.linear.weight.register_hook(lambda g: calls.append(1) or 2 * g)
+    z.sum().backward()
+    assert calls == [1]
+
+
+def test_memory_grows_with_what_is_kept():
+    f, x = ConvBlock(16), torch.randn(4, 16, 16, 16)
+
+    def peak(keep):
+        def run():
+            revdeq.solve(f, torch.zeros_like(x), x, max_steps=8, keep=keep).z.sum().backward()
+
+        run()
+        return peak_memory(run)
+
+    sizes = [peak(keep) for keep in (0, 4, 8, 16)]
+    assert sizes == sorted(sizes) and sizes[-1] > 4 * sizes[0]
+
+
+# gradient="implicit"
+
+
+def fixed_point_gradient(f, x, parameters, weight):
+    """Of a fixed point that was iterated to convergence, by solving with the whole Jacobian."""
+    z = x.detach().clone()
+    for _ in range(400):
+        z = (0.5 * z + 0.5 * f(z, x)).detach()
+    z.requires_grad_()
+    out = f(z, x)
+    jacobian = torch.autograd.functional.jacobian(lambda z: f(z, x), z).reshape(z.numel(), z.numel())
+    u = torch.linalg.solve(torch.eye(z.numel(), dtype=z.dtype) - jacobian.T, weight.flatten()).view_as(z)
+    return torch.autograd.grad(out, parameters, u)
+
+
+@pytest.mark.parametrize(("beta", "gamma"), [(0.5, 1.0), (0.8, 0.8), (1.2, 0.9)])
+def test_the_implicit_gradient_is_that_of_the_fixed_point(beta, gamma):
+    f, x = Block(dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn_like(x)
+    parameters = [x, *f.parameters()]
+    settings = {"beta": beta, "gamma": gamma, "max_steps": 120, "check": "raise"}
+    solution = revdeq.solve(f, torch.zeros_like(x), x, gradient="implicit", **settings)
+    assert solution.adjoint.steps is None
+    ours = torch.autograd.grad(solution.z, parameters, weight)
+    assert solution.adjoint.steps == 120 and solution.adjoint.residual < 1e-10
+    assert relative(ours, fixed_point_gradient(f, x, parameters, weight)) <= 1e-9
+
+
+def test_the_implicit_gradient_counts_evaluations_and_products():
+    block, calls, products = Block(), [], []
+
+    def f(z, x):
+        calls.append(torch.is_grad_enabled() and z.requires_grad)
+        out = block(z, x)
+        if out.requires_grad:
+            out.register_hook(lambda g: products.append(1))
+        return out
+
+    z = revdeq.solve(f, torch.zeros(3, 6), torch.randn(3, 6), max_steps=5, gradient="implicit").z
+    assert calls == [True] + [False] * 9
+    z.sum().backward()
+    assert len(calls) == 11 and len(products) == 2 * 5 + 1
+
+
+def test_the_implicit_gradient_with_a_tolerance_hooks_and_several_tensors():
+    block, x, calls = Block(), torch.randn(3, 6, requires_grad=True), []
+
+    def f(z, x):
+        return {"a": block(z["b"][0], x), "b": (0.5 * z["a"] + 0.1 * x,)}
+
+    z0 = {"a": torch.zeros(3, 6), "b": (torch.zeros(3, 6),)}
+    block.linear.weight.register_hook(lambda g: calls.append(1))
+    solution = revdeq.solve(f, z0, x, max_steps=60, tol=1e-6, gradient="implicit", check="raise")
+    ours = torch.autograd.grad(solution.z["a"].sum() + solution.y["b"][0].sum(), [x, *block.parameters()])
+    assert 5 < solution.adjoint.steps < 60 and calls == [1]
+    exact = revdeq.solve(f, z0, x, max_steps=60, tol=1e-6)
+    expected = torch.autograd.grad(exact.z["a"].sum() + exact.y["b"][0].sum(), [x, *block.parameters()])
+    assert relative(ours, expected) <= 1e-4  # both are within the tolerance of the fixed point's
+
+
+def test_an_adjoint_equation_that_is_not_solved_says_so():
+    """f contracts at the fixed point by .99 only."""
+    x = torch.randn(8, requires_grad=True)
+    settings = {"max_steps": 4, "gradient": "implicit", "beta": 0.5}
+    z = revdeq.solve(lambda z: 0.99 * z + x, torch.zeros(8), check="raise", **settings).z
+    with pytest.raises(revdeq.ConvergenceError, match="the adjoint equation of gradient='implicit' is not solved"):
+        z.sum().backward()
+    with pytest.warns(revdeq.ConvergenceWarning, match="Take more steps, find better coefficients with revdeq.tune"):
+        revdeq.solve(lambda z: 0.99 * z + x, torch.zeros(8), **settings).z.sum().backward()
+
+
+# backward_steps
+
+
+@STATES
+@pytest.mark.parametrize("steps", [1, 2, 4, 9])
+def test_truncated_gradients_are_those_of_the_last_steps(state, steps):
+    f, x = Block(), torch.randn(3, 6, requires_grad=True)
+    z0 = torch.randn(3, 6, requires_grad=True)
+    solution = revdeq.solve(f, z0, x, beta=0.8, max_steps=4, state=state, backward_steps=steps)
+    ours = torch.autograd.grad(
+        solution.z.sum() + solution.y.square().sum(), [x, *f.parameters(), z0], allow_unused=True
+    )
+
+    beta = solution.beta
+    y = z = z0.double()
+    for n in range(4):
+        if n == 4 - steps > 0:
+            y, z = y.detach(), z.detach()
+        y = (1 - beta) * y + beta * f(z.float(), x).double()
+        z = (1 - beta) * z + beta * f(y.float(), x).double()
+    expected = torch.autograd.grad(
+        z.float().sum() + y.float().square().sum(), [x, *f.parameters(), z0], allow_unused=True
+    )
+    assert (ours[-1] is None or not ours[-1].any()) == (steps < 4)
+    assert relative(ours[:-1], expected[:-1]) <= 2e-6
+    if steps >= 4:
+        assert relative(ours[-1:], expected[-1:]) <= 2e-6
+
+
+def test_truncated_gradients_evaluate_f_only_where_they_need_it():
+    block, calls = Block(), []
+
+    def f(z, x):
+        calls.append(1)
+        return block(z, x)
+
+    z = revdeq.solve(f, torch.zeros(3, 6), torch.randn(3, 6), max_steps=10, backward_steps=3).z
+    calls.clear()
+    z.sum().backward()
+    assert len(calls) == 6
+
+
+# layers
+
+
+def test_a_layers_options_may_be_changed_between_calls():
+    deq, x = revdeq.RevDEQ(Block(), beta=0.8, max_steps=4), torch.randn(3, 6)
+    deq(x)
+    assert deq.last.steps == 4
+    deq.max_steps, deq.gamma = 12, 0.9
+    assert torch.equal(deq(x), revdeq.solve(deq.f, torch.zeros(3, 6), x, beta=0.8, gamma=0.9, max_steps=12).z)
+    assert deq.last.steps == 12
+    deq.max_steps = 0
+    with pytest.raises(ValueError, match="max_steps = 0 must be at least 1"):
+        deq(x)
+    assert math.isclose(copy.deepcopy(deq).gamma, 0.9)
