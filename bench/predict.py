@@ -35,10 +35,8 @@ def per_element(kernel, target):
 
     with gpu_targets.compiling(gpu_targets.TARGETS[target]) as compiled:
         LAUNCHES[kernel]()
-    found, elements = statistics(compiled[0]), 2 * BUDGETS[kernel].rows
-    moved = sum(width * count for (_, width), count in found.accesses.items())
-    alarms = sum(BUDGETS[kernel].alarm) * elements if target.startswith("gfx") else 0  # stores that are masked off
-    return (moved - alarms) / elements, found.float64 / elements
+    found, budget = statistics(compiled[0]), BUDGETS[kernel]
+    return budget.bytes_read + budget.bytes_written, found.float64 / (2 * budget.rows_in(found))
 
 
 def main():

@@ -81,6 +81,7 @@ def drifting_beside(large):
     return f
 
 
+@pytest.mark.cpu
 def test_one_large_feature_does_not_hide_an_error_elsewhere():
     """Nor is its own rounding, relative to the others, an error."""
     f, z0 = drifting_beside(lambda z: 0 * z + 1e3), torch.randn(5, 9)
@@ -94,6 +95,7 @@ def test_one_large_feature_does_not_hide_an_error_elsewhere():
     z.sum().backward()
 
 
+@pytest.mark.cpu
 def test_one_large_tensor_does_not_hide_an_error_in_another():
     f = drifting_beside(lambda z: z)
     z0 = {"small": torch.randn(5, 8), "large": torch.full((3,), 1e3)}
@@ -119,7 +121,9 @@ def test_the_typical_magnitude_meets_every_feature():
     """In a sample of 1,024 of many: half of 64 features are large, wherever they stand."""
     for shape in ((64, 3, 1000), (3000, 64), (64, 64, 64)):
         axis = shape.index(64)
-        x = torch.ones(shape) * torch.tensor([1.0, 100.0] * 32).view([-1 if i == axis else 1 for i in range(len(shape))])
+        x = torch.ones(shape) * torch.tensor([1.0, 100.0] * 32).view(
+            [-1 if i == axis else 1 for i in range(len(shape))]
+        )
         assert monitor.typical_magnitude(x).item() in (1.0, 100.0)
         x.narrow(axis, 0, 40).fill_(5.0)
         assert monitor.typical_magnitude(x).item() == 5.0

@@ -208,8 +208,8 @@ def summary(target: str) -> list[str]:
     lines = [f"{'kernel':<36}{'bytes read':>12}{'written':>10}{'together':>10}{'float64 instr.':>16}{'registers':>11}"]
     for (kernel, where), found in measured.items():
         if where == target:
-            elements = 2 * BUDGETS[kernel].rows_in(found)
-            read, written = (found.bytes_of(kind) / elements for kind in ("load", "store"))
+            budget = BUDGETS[kernel]
+            read, written, elements = budget.bytes_read, budget.bytes_written, 2 * budget.rows_in(found)
             lines.append(
                 f"{kernel:<36}{read:>12g}{written:>10g}{read + written:>10g}"
                 f"{found.float64 / elements:>16g}{found.registers:>11}"

@@ -166,9 +166,6 @@ class Statistics:
             lines.append(f"{field.name:12}{_in_words(allowed):>64}{_in_words(found):>64}{mark}")
         return lines
 
-    def bytes_of(self, kind):
-        return sum(count * width for (k, width), count in self.accesses.items() if k == kind)
-
 
 def _in_words(value):
     if not isinstance(value, Counter):
