@@ -2,9 +2,9 @@
 
     python bench/predict.py
 
-The bytes and the float64 instructions per element are counted in the kernels' machine code, compiled for each GPU here.
-The slower of the two decides. That a kernel reaches the full bandwidth is an assumption: a copy reaches nine tenths of
-it or so. What `make bench` measures on a GPU replaces this.
+The float64 instructions per element are counted in the kernels' machine code, compiled for each GPU here, and the bytes
+are those of their budgets, which the tests compare with the machine code. The slower of the two decides. That a kernel
+reaches the full bandwidth is an assumption: a copy reaches nine tenths of it or so. What `make bench` measures on a GPU replaces this.
 """
 
 import sys

@@ -299,7 +299,9 @@ class Bits:
     """The bits of a step's coefficients, as long as it is the same step."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype, self._step, self._bits = dtype, None, ()
+        self._dtype = dtype
+        self._step: Linear | None = None
+        self._bits: tuple[int, ...] = ()
 
     def __call__(self, step: Linear) -> tuple[int, ...]:
         if step is not self._step:

@@ -70,7 +70,7 @@ def test_a_function_that_changes_between_the_passes_is_noticed():
 
 
 def drifting_beside(large):
-    """Eight features of magnitude 1, which f shifts by 1e-3 in the backward pass, and what `large` makes of the ninth."""
+    """Eight features of magnitude 1, which f shifts by 1e-3 in the backward pass, and a ninth for `large`."""
     linear, calls = block(), 0
 
     def f(z):

@@ -5,8 +5,8 @@ reads, writes: bytes per element, a term for each tensor. Two neighbours share a
 sums: what each of 256 lanes leaves behind, once in 16 rows. alarm: a store that is masked off unless a value is too
     large.
 f64, fma: float64 instructions and multiply-adds per element, on NVIDIA/AMD where they differ. The source has two
-    multiply-adds, of a quotient by way of the reciprocal, on NVIDIA; otherwise they are those of divisions, in float64 by
-    AMD and in float32 where errors are compared.
+    multiply-adds, of a quotient by way of the reciprocal, on NVIDIA. Others are those of divisions: AMD's in float64,
+    and all in float32 where errors are compared.
 registers: per thread (AMD: vector registers), in units of 8, in which NVIDIA allots them. Triton 3.7.1.
 Spills, shared memory and barriers: none, anywhere. Registers may be fewer; all else is met exactly.
 """

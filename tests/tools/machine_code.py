@@ -1,8 +1,8 @@
 """What a compiled kernel does to a full block, read off its machine code: SASS for NVIDIA, amdgcn for AMD.
 
 A kernel takes one of two ways: full blocks go without masks, in wide accesses, and the last block is masked, element
-by element. The way of a full block is the one with the fewest accesses of those with a 16-byte load. A loop over rows is
-gone through once, which may be several rows, if the compiler has unrolled it.
+by element. The way of a full block is the one with the fewest accesses of those with a 16-byte load. It goes through a
+loop over rows once, which may be several rows, if the compiler has unrolled it.
 """
 
 import dataclasses

@@ -16,9 +16,9 @@ def bug(name: str, file: str, old: str, new: str, *more: tuple[str, str]) -> Bug
 
 BUGS = (
     # what an interpreter notices as well
-    bug("sign", "gpu.py", "_number(a, tl.float64) * b_state + _moved_by", "_number(a, tl.float64) * b_state - _moved_by"),
-    bug("what f read weighs as much as f", "gpu.py", "b_moved += _number(c, tl.float64)", "b_moved += _number(b, tl.float64)"),
-    bug("sign of the other adjoint", "gpu.py", "b_next += _number(c, b_adjoint.dtype)", "b_next -= _number(c, b_adjoint.dtype)"),
+    bug("sign", "gpu.py", "* b_state + _moved_by", "* b_state - _moved_by"),
+    bug("what f read weighs as much as f", "gpu.py", "b_moved += _number(c", "b_moved += _number(b"),
+    bug("sign of the other adjoint", "gpu.py", "b_next += _number(c", "b_next -= _number(c"),
     bug("constant", "gpu.py", "& 0x7FFFFFFF", "& 0x7FFFFFFE"),
     bug("no floor", "gpu.py", "tl.maximum(_magnitude_bits(b_value), floor.to(tl.int32, bitcast=True))",
         "_magnitude_bits(b_value)"),
