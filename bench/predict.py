@@ -4,7 +4,8 @@
 
 The float64 instructions per element are counted in the kernels' machine code, compiled for each GPU here, and the bytes
 are those of their budgets, which the tests compare with the machine code. The slower of the two decides. That a kernel
-reaches the full bandwidth is an assumption: a copy reaches nine tenths of it or so. What `make bench` measures on a GPU replaces this.
+reaches the full bandwidth is an assumption: a copy reaches nine tenths of it or so. What `make bench` measures on a GPU
+replaces this.
 """
 
 import sys
