@@ -15,9 +15,7 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @torch.library.custom_op("revdeq::relax", mutates_args=("state", "copy"))
-def relax(
-    state: Tensor, f: Tensor, copy: Tensor, beta: float, gamma: float = 1.0, read: Tensor | None = None
-) -> None:
+def relax(state: Tensor, f: Tensor, copy: Tensor, beta: float, gamma: float = 1.0, read: Tensor | None = None) -> None:
     """state = (1 - beta) state + beta ((1 - gamma) read + gamma f), in place; copy = state in copy's dtype.
 
     state is float64, and f and copy are shaped like it, in float32, float64, bfloat16 or float16. All must

@@ -53,9 +53,7 @@ def decode(y: Tensor, copy: Tensor, radix: Radix) -> None:
     copy.copy_(y.to(wide) * radix.unit)
 
 
-def relax(
-    state: Tensor, f: Tensor, read: Tensor | None, copy: Tensor, spill: Tensor | None, radix: Radix
-) -> Tensor:
+def relax(state: Tensor, f: Tensor, read: Tensor | None, copy: Tensor, spill: Tensor | None, radix: Radix) -> Tensor:
     """Where f or the new state does not fit."""
     s, p, d = radix.sign, radix.p, radix.d
     y, r = _unpacked(state, spill)

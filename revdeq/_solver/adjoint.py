@@ -269,8 +269,8 @@ def _apart(out: State, copy: State) -> State:
 
 
 def _undo(half_steps: list[HalfStep], out: State, adjoint: State, vjp: State, other: State, step: Any) -> None:
-    for half_step, *tensors in zip(half_steps, out, adjoint, vjp, other, strict=True):
-        half_step.invert_adjoint(*tensors, step, step)
+    for half_step, o, a, v, b in zip(half_steps, out, adjoint, vjp, other, strict=True):
+        half_step.invert_adjoint(o, a, v, b, step, step)
 
 
 def _undo_and_compare(
@@ -280,7 +280,7 @@ def _undo_and_compare(
     """The last time: without a product, no adjoint is asked for."""
     adjoints: Any = zip(adjoint, vjp, other, strict=True) if vjp else itertools.repeat((None, None, None), len(out))
     rows = zip(half_steps, out, initial, floors, adjoints, strict=True)
-    return [h.invert_compare(o, x, floor, *tensors, step, step) for h, o, x, floor, tensors in rows]
+    return [h.invert_compare(o, x, floor, a, v, b, step, step) for h, o, x, floor, (a, v, b) in rows]
 
 
 class Totals:
