@@ -175,15 +175,15 @@ SOLVE = [
      "the norm of the state is not finite after step 2 of at most 40 (beta = 0.5): f returns NaN or infinity, or the "
      "iteration diverges; try a smaller beta, or an f that contracts"),
     ("f is not finite", solving(lambda z: z / 0, state="exact"), FloatingPointError,
-     "the exact state was left in step 1: f is not finite in float32; try a smaller beta, or an f that contracts"),
+     "overflow in step 1: f is not finite in float32; try a smaller beta, or an f that contracts"),
     ("f is large", solving(lambda z: z * 0 + 150, state="exact"), OverflowError,
-     "the exact state was left in step 1: with f at 150, where 24 fraction bits hold magnitudes below 128; use "
+     "overflow in step 1: f reached 150, but 24 fraction bits hold magnitudes below 128; use "
      "state=revdeq.Exact(fraction_bits=22), or normalise f"),
     ("z0 is large", solving(z0=Z + 500, state="exact"), OverflowError,
-     "z0 does not fit the exact state: with z0 at 500, where 24 fraction bits hold magnitudes below 128; use "
+     "z0 does not fit the exact state: z0 reached 500, but 24 fraction bits hold magnitudes below 128; use "
      "state=revdeq.Exact(fraction_bits=21), or normalise z0"),
     ("f is out of all range", solving(lambda z: z * 0 + 3e10, state="exact"), OverflowError,
-     "the exact state was left in step 1: with f at 3e+10, where 24 fraction bits hold magnitudes below 128; normalise "
+     "overflow in step 1: f reached 3e+10, but 24 fraction bits hold magnitudes below 128; normalise "
      "f"),
     ("z0 is NaN", solving(z0=Z / 0), FloatingPointError, "z0 is not finite: start from finite numbers"),
     ("a layer's unknown state", lambda: revdeq.RevDEQ(half, state="exat"), ValueError,

@@ -232,7 +232,7 @@ def test_a_state_that_does_not_fit_is_told_of_at_a_later_solve():
     z0 = torch.zeros(3, device=DEVICE)
     revdeq.solve(lambda z: z * 0 + 150.0, z0, state="exact")
     measure.synchronize(DEVICE)
-    with pytest.raises(OverflowError, match="left in step 1: with f at 150"):
+    with pytest.raises(OverflowError, match="overflow in step 1: with f at 150"):
         revdeq.solve(torch.cos, z0)
 
 

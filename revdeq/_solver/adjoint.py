@@ -197,7 +197,8 @@ class Reversible(torch.autograd.Function):
                 elif n == 0:
                     maxima += _undo_and_compare(invert_y, out, initial, floors, z_adjoint, vjp, y_adjoint, step)
         if it.monitor is not None:
-            it.monitor.judge(maxima)
+            assert it.norms is not None
+            it.monitor.judge(maxima, it.norms)
 
         initial_grads: list[Tensor | None] = [None] * size
         if initial_needs_grad:  # z_0 starts both y and z

@@ -102,3 +102,12 @@ def test_an_empty_state_has_nothing_to_lose():
     revdeq.solve(torch.cos, z0, check="raise").z.sum().backward()
     zero = torch.zeros(3, requires_grad=True)
     revdeq.solve(lambda z: 0 * z, zero, check="raise").z.sum().backward()
+
+
+@pytest.mark.cpu
+def test_an_iteration_that_diverges_is_named_as_the_cause():
+    weight = torch.tensor(40.0, requires_grad=True)
+    settings = {"beta": 0.8, "max_steps": 8, "state": "float64", "check": "raise"}
+    z = revdeq.solve(lambda z: weight * z + 1, torch.randn(5, 8), **settings).z
+    with pytest.raises(revdeq.ReconstructionError, match="The iteration does not converge: z is of size"):
+        z.sum().backward()
