@@ -38,19 +38,23 @@ stochastic gradients hide."""
 
 
 class ReconstructionWarning(UserWarning):
-    """The backward pass could not reconstruct the forward pass: its gradient is not to be trusted."""
+    """The backward pass could not reconstruct the forward pass, so its gradient cannot be trusted.
+
+    The message gives the size of the error and the remedies. It is given once for each line that calls `solve`.
+    """
 
 
 class ReconstructionError(RuntimeError):
-    """The same, for check="raise"."""
+    """What `ReconstructionWarning` says, raised with check="raise"."""
 
 
 class ConvergenceWarning(UserWarning):
-    """The backward pass of gradient="implicit" did not solve the adjoint equation."""
+    """The backward pass of gradient="implicit" did not solve the adjoint equation, so its gradient is not that of the
+    fixed point."""
 
 
 class ConvergenceError(RuntimeError):
-    """The same, for check="raise"."""
+    """What `ConvergenceWarning` says, raised with check="raise"."""
 
 
 @dataclass(frozen=True)
