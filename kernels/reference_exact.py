@@ -123,8 +123,8 @@ class HalfStep(half_step.HalfStep):
     """An integer state, its copy in the dtype that f reads, and the half-steps that are announced.
 
     steps: the radix of each of them, which they will be called with.
-    spilled: remainders put aside, 4 bytes per element each, the latest last. If given, this object inverts half-steps instead
-        of taking them.
+    spilled: remainders put aside, 4 bytes per element each, the latest last. If given, this object inverts half-steps
+        instead of taking them.
     alarm: [half-steps, LANES]: 0, or the bits of the magnitude (float32) of an f that did not fit, or with which
         the state did not fit; what was computed with it is worthless.
     """
