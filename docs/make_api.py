@@ -9,6 +9,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import itertools
 import pkgutil
 import re
 import sys
@@ -81,18 +82,23 @@ def _block(title: str, text: str) -> Block:
 
 
 def public(module: ModuleType) -> list[Entry]:
-    """What a module's `__all__` names, without modules, which have a place of their own."""
+    """What a module's `__all__` names: functions, classes, constants, errors. Modules have a place of their own."""
     found = [Entry(name, getattr(module, name), module) for name in module.__all__]
-    return [entry for entry in found if not isinstance(entry.thing, ModuleType)]
+    return sorted((entry for entry in found if not isinstance(entry.thing, ModuleType)), key=_rank)
+
+
+def _rank(entry: Entry) -> int:
+    if is_error(entry.thing):
+        return 3
+    return 2 if not callable(entry.thing) else 1 if isinstance(entry.thing, type) else 0
 
 
 def members(cls: type) -> Iterator[Entry]:
     """The methods and properties that a class defines and documents itself."""
     for name, thing in vars(cls).items():
         function = getattr(thing, "__func__", thing)
-        if not name.startswith("_") and (inspect.isfunction(function) or isinstance(thing, property)):
-            if function.__doc__:
-                yield Entry(f"{cls.__name__}.{name}", function, cls)
+        if not name.startswith("_") and (inspect.isfunction(function) or isinstance(thing, property)) and thing.__doc__:
+            yield Entry(f"{cls.__name__}.{name}", function, cls)
 
 
 def documentation(entry: Entry) -> str:
@@ -100,7 +106,7 @@ def documentation(entry: Entry) -> str:
     if callable(entry.thing) or isinstance(entry.thing, property):
         return entry.thing.__doc__ or ""
     statements = ast.parse(inspect.getsource(_home(entry))).body
-    for before, after in zip(statements, statements[1:], strict=False):
+    for before, after in itertools.pairwise(statements):
         targets = before.targets if isinstance(before, ast.Assign) else [getattr(before, "target", None)]
         if any(isinstance(t, ast.Name) and t.id == entry.name for t in targets) and isinstance(after, ast.Expr):
             return ast.literal_eval(after.value)
@@ -116,7 +122,8 @@ def _home(entry: Entry) -> ModuleType:
 
 def signature(entry: Entry) -> str:
     """As one would type it: names and defaults, without types."""
-    if is_error(entry.thing) or is_protocol(entry.thing):
+    made_by_users = "Args:" in (entry.thing.__doc__ or "")
+    if isinstance(entry.thing, type) and not made_by_users:
         return ""
     plain = [p.replace(annotation=p.empty) for p in parameters(entry.thing)]
     return str(inspect.Signature(plain))
@@ -167,9 +174,6 @@ def _anchor(heading: str) -> str:
 
 def _rendered(entry: Entry, heading: str, level: str) -> list[str]:
     parts = [f"{level} {heading}\n"]
-    if isinstance(entry.thing, dict):
-        known = ", ".join(f"`{key}`" for key in entry.thing)
-        return [*parts, f"{_text(documentation(entry))} {known}.\n"]
     if callable(entry.thing) and (text := signature(entry)):
         parts.append(f"```python\n{_wrapped(heading, text)}\n```\n")
     for block in parsed(documentation(entry)):

@@ -36,7 +36,8 @@ class Linear(Protocol):
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The coefficients of a step y' = a y + b f(z) + c z of a float64 state. Where c = 0, the paper's, z is not read.
+    """The coefficients of a step y' = a y + b f(z) + c z of a float64 state. With c = 0, the paper's step, z is not
+    read.
 
     Args:
         a: The weight of the state itself, 1 - beta.

@@ -4,7 +4,6 @@ import doctest
 import importlib
 import inspect
 import re
-import subprocess
 from pathlib import Path
 
 import make_api

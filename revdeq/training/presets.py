@@ -171,7 +171,7 @@ class Preset:
 
     @property
     def range_of_steps(self) -> tuple[int, int] | None:
-        """The fewest and the most steps, where max_steps is a range; None where it is a number, or one for each scale."""
+        """The fewest and the most steps, where max_steps is a range; None where it is a number, or one per scale."""
         pair, scales = (
             value if isinstance(value, (tuple, list)) else ()
             for value in (self.settings.get("max_steps"), self.settings.get("channels"))
@@ -324,7 +324,7 @@ PRESETS = {
         ),
     )
 }
-"""The presets by name:"""
+"""The presets by name. `python -m revdeq train --help` lists them."""
 
 
 def configured(name: str, changes: Mapping[str, Any] | None = None) -> Preset:

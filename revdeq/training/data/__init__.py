@@ -50,7 +50,7 @@ DATASETS = {
     "prefix-sums": Entry(PrefixSums),
     "mazes": Entry(Mazes),
 }
-"""The data sets by the name that a preset gives:"""
+"""The data sets by the name that a preset gives."""
 
 
 def settings(name: str) -> set[str]:
