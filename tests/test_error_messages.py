@@ -94,7 +94,8 @@ SOLVE = [
       for b in (0, -0.5, 2, 2.5, float("nan"), float("inf"), 1e-60)),
     ("beta is huge", solving(beta=10**400), ValueError, "beta = 1000…" + BETA),
     ("a layer's beta is 1", lambda: revdeq.RevDEQ(half, beta=1), ValueError, "beta = 1" + BETA_1),
-    *((f"beta is {b!r}", solving(beta=b), TypeError, f"beta = {b!r} must be a number in (0, 2) and not 1: it is the same in all steps")
+    *((f"beta is {b!r}", solving(beta=b), TypeError,
+       f"beta = {b!r} must be a number in (0, 2) and not 1: it is the same in all steps")
       for b in (None, 1j, torch.zeros(2))),
     ("beta is text", solving(beta="0.5"), TypeError,
      "beta = '0.5' must be a number in (0, 2) and not 1: it is the same in all steps"),
@@ -190,7 +191,7 @@ SOLVE = [
      f"f contains a BatchNorm in training mode, whose running statistics {STATEFUL}"),
     ("f contains an InstanceNorm", solving(nn.InstanceNorm1d(2, track_running_stats=True), torch.zeros(2, 2, 3)),
      RuntimeError, f"f contains an InstanceNorm in training mode, whose running statistics {STATEFUL}"),
-    ("f diverges", solving(lambda z: z * 1e30 + 1, tol=1e-3, max_steps=40, beta=0.5, state="float64"), FloatingPointError,
+    ("f diverges", solving(lambda z: z * 1e30 + 1, tol=1e-3, max_steps=40, state="float64"), FloatingPointError,
      "the norm of the state is not finite after step 2 of at most 40 (beta = 0.5): f returns NaN or infinity, or the "
      "iteration diverges; try a smaller beta, or an f that contracts"),
     ("f is not finite", solving(lambda z: z / 0, state="exact"), FloatingPointError,
@@ -270,7 +271,8 @@ def interrupted_backward():
 def lossy(**settings):
     def run():
         x = torch.ones(3, requires_grad=True)
-        z = revdeq.solve(lambda z, x: 0.5 * torch.cos(z) + x, Z, x, beta=0.9, max_steps=24, state="float64", **settings).z
+        options = {"beta": 0.9, "max_steps": 24, "state": "float64", **settings}
+        z = revdeq.solve(lambda z, x: 0.5 * torch.cos(z) + x, Z, x, **options).z
         z.sum().backward()
 
     return run
