@@ -362,9 +362,7 @@ class HalfStep(reference_exact.HalfStep):
         there, _ = self._numbers_of(step, f)
         tensors = self.in_order(f), self._read(read, step), self.copy, spill, self.alarm
         numbers = self.state.numel(), self.done, *there
-        gpu.launch(
-            _relax_kernel, self._warps, BLOCK, self.state, *tensors, *numbers, LANES=LANES, **self._scales(step)
-        )
+        gpu.launch(_relax_kernel, self._warps, BLOCK, self.state, *tensors, *numbers, LANES=LANES, **self._scales(step))
 
     def _relax_norms(self, f: Tensor, read: Tensor | None, spill: Tensor | None, step: Radix) -> Tensor:
         there, _ = self._numbers_of(step, f)
