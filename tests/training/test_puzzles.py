@@ -150,7 +150,7 @@ def test_a_data_set_of_ones_own_is_a_class_and_an_entry(tmp_path, monkeypatch):
 
 
 def test_more_steps_solve_larger_puzzles_than_those_of_the_training(tmp_path):
-    settings = {"bits": 8, "channels": 24, "max_steps": (4, 10), "updates": 200, "lr": 6e-3, "evaluation_batches": 1}
+    settings = {"bits": 8, "channels": 24, "noise": 0.0, "max_steps": (4, 10), "updates": 200, "lr": 6e-3}
     train.train(configured("prefix-tiny", settings), None, tmp_path / "run", quiet=True)
 
     def solved(bits, max_steps):
