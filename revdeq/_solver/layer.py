@@ -1,7 +1,7 @@
 """revdeq.RevDEQ: the reversible equilibrium as a layer."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -104,10 +104,11 @@ class RevDEQ(nn.Module):
             beta = 1 - CLOSEST_TO_1
         options = {"beta": beta, "gamma": self.gamma, "max_steps": self.max_steps}
         found = tune(self.f, self._start(x, z0), x, *args, **options)
-        self._use(found.beta, found.gamma)
+        self.use(found.beta, found.gamma)
         return found
 
-    def _use(self, beta: float, gamma: float) -> None:
+    def use(self, beta: float, gamma: float) -> None:
+        """Set coefficients that were found elsewhere, to be saved and loaded with the layer."""
         for name, value in (("beta", beta), ("gamma", gamma)):
             setattr(self, name, value)
         self._is_tuned = True
@@ -123,7 +124,7 @@ class RevDEQ(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         found = state_dict.pop(prefix + COEFFICIENTS, None)
         if found is not None:
-            self._use(*found.tolist())
+            self.use(*found.tolist())
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
@@ -135,6 +136,25 @@ class RevDEQ(nn.Module):
         usual = Options()
         shown = {k: v for k, v in self.options.items() if k in ("beta", "max_steps") or v != getattr(usual, k)}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+def tune_layers(model: nn.Module, *args: Any) -> dict[str, Tuning]:
+    """Tune each of a model's layers for the input that it gets when the model is called. What was found, by name."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, RevDEQ)}
+    calls: dict[RevDEQ, tuple[Any, Any]] = {}
+
+    def note(layer: nn.Module, args: Any, keywords: Any) -> None:
+        calls[cast(RevDEQ, layer)] = args, keywords
+
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers.values()]
+    try:
+        with torch.no_grad():
+            model(*args)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    called = ((name, layer, *calls[layer]) for name, layer in layers.items() if layer in calls)
+    return {name: layer.tune(*args, **keywords) for name, layer, args, keywords in called}
 
 
 RevDEQ.__doc__ = documented(RevDEQ.__doc__ or "")

@@ -49,6 +49,8 @@ class Training:
         log_every: The number of updates between lines of metrics.
         evaluate_every: The number of updates between evaluations; None is an epoch.
         save_every: The number of updates between checkpoints; there is one after every evaluation, too.
+        tune_every: The number of updates after which beta and gamma are chosen anew, by `revdeq.tune` for the next
+            batch; None leaves them as they are.
 
     Raises:
         SettingError: A value is not possible.
@@ -73,6 +75,7 @@ class Training:
     log_every: int = 20
     evaluate_every: int | None = None
     save_every: int = 200
+    tune_every: int | None = None
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
@@ -89,6 +92,7 @@ class Training:
             "clip",
             "evaluation_batches",
             "log_every",
+            "tune_every",
             "evaluate_every",
             "save_every",
         ):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from .. import _device
-from .._solver.layer import RevDEQ
+from .._solver.layer import RevDEQ, tune_layers
 from ..models import count_parameters
 from . import checkpoint, data, record
 from .checkpoint import CheckpointError
@@ -294,6 +294,8 @@ class Run:
         inputs, targets = (self.processes.share(part) for part in self._batch()[:2])
         self._take_steps()
         self.parallel.train()
+        if self.training.tune_every is not None and self.update % self.training.tune_every == 0:
+            self._tune(inputs)
         device = self.processes.device.type
         with torch.autocast(device, **_autocast(self.training.autocast)):
             logits = self.parallel(inputs)
@@ -308,6 +310,17 @@ class Run:
         if self.schedule is not None and not isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau):
             self.schedule.step()
         return loss.detach()
+
+    def _tune(self, inputs: Tensor) -> None:
+        """All processes take what the first one finds for its share of the batch."""
+        self.model.eval()  # so that no running statistic moves
+        if self.processes.first:
+            with torch.autocast(self.processes.device.type, **_autocast(self.training.autocast)):
+                tune_layers(self.model, inputs)
+        for layer in self.model.modules():
+            if isinstance(layer, RevDEQ):
+                layer.use(*self.processes.all_of((layer.beta, layer.gamma))[0])
+        self.model.train()
 
     def _take_steps(self, most: bool = False) -> None:
         """Where max_steps is a range, those of this update, or the most; the same on all processes."""
