@@ -134,7 +134,10 @@ def puzzle_variants(name):
 
 
 def prefix_variants():
-    return puzzle_variants("prefix-tiny")
+    (label, _), *others = puzzle_variants("prefix-tiny")
+    yield label, {}
+    yield f"{label}, always from z = 0", {"noise": 0.0}
+    yield from others
 
 
 def maze_variants():
