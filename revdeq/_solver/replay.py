@@ -37,7 +37,7 @@ class Replay:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around the evaluations: f runs as it ran in the forward pass."""
+        """Context manager: replay f under the forward pass's settings."""
         function = self._function
         split = len(function.arguments.tensors)
         captured = self._inputs[split:]

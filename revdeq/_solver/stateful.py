@@ -82,7 +82,7 @@ def _held_by(x: Any) -> Iterator[Any]:
     if hasattr(x, "_torchdynamo_orig_callable"):
         yield x._torchdynamo_orig_callable
     elif isinstance(x, types.FunctionType):
-        if x.__module__.split(".")[0] == "torch":
+        if (x.__module__ or "").split(".")[0] == "torch":  # exec may have made a function without one
             return
         for cell in x.__closure__ or ():
             try:

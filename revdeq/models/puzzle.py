@@ -19,8 +19,18 @@ CONVOLUTIONS: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d}
 
 
 class PuzzleBlock(nn.Module):
-    """LN(z + W2 * ReLU(W1 * z + x)), with convolutions of 3 (or 3x3) positions. The norm is over the channels of a
-    position: one over positions would depend on the size of the puzzle."""
+    """f(z, x) = LN(z + W2 * ReLU(W1 * z + x)), with convolutions of 3 (or 3x3) positions. The norm is over the channels
+    of a position: one over positions would depend on the size of the puzzle.
+
+    Args:
+        channels: Of z and x.
+        dimensions: 1 for strings, 2 for images.
+
+    Example:
+        >>> strings = torch.randn(2, 8, 20)
+        >>> revdeq.RevDEQ(revdeq.models.PuzzleBlock(8, dimensions=1), beta=0.8)(strings).shape
+        torch.Size([2, 8, 20])
+    """
 
     def __init__(self, channels: int, dimensions: int = 2) -> None:
         super().__init__()
@@ -48,11 +58,19 @@ class PuzzleModel(EquilibriumModel):
     """The equilibrium of a `PuzzleBlock` between two local maps: (B, features, positions ...) to logits
     (B, positions ..., classes).
 
-    features: channels of the input.
-    dimensions: 1 for strings, 2 for images.
-    channels: of the block.
-    block: makes another f, from `channels` and `dimensions`.
-    max_steps, beta and other options: see `Equilibrium` and `revdeq.RevDEQ`.
+    Args:
+        features: The number of channels of the input.
+        dimensions: 1 for strings, 2 for images.
+        channels: Of the block.
+        classes: The number of classes of a position.
+        block: A function that makes another f, from `channels` and `dimensions`. None is `PuzzleBlock`.
+        max_steps: As for `revdeq.RevDEQ`.
+        beta: As for `revdeq.RevDEQ`.
+        options: Other options of `Equilibrium` and `revdeq.RevDEQ`, by name.
+
+    Example:
+        >>> revdeq.models.PuzzleModel(channels=8, max_steps=4)(torch.randn(2, 3, 9, 9)).shape
+        torch.Size([2, 9, 9, 2])
     """
 
     def __init__(
