@@ -413,6 +413,8 @@ MODELS = [
      "16, or fewer than 32"),
     ("an unknown form", making(SingleScale, form="code"), ValueError,
      "form = 'code' must be one of 'paper' (as printed), 'authors' (as in the authors' code)"),
+    ("negative noise", making(PuzzleModel, noise=-1), ValueError,
+     "noise = -1 must be a number of at least 0, of which z is about 1; 0 is none"),
     ("a puzzle in three dimensions", making(PuzzleModel, dimensions=3), ValueError,
      "dimensions = 3 must be 1, for strings, or 2, for images"),
     ("one puzzle", lambda: PuzzleModel(channels=8)(torch.zeros(3, 5, 5)), ValueError,

@@ -21,7 +21,7 @@ TAKEN = {"stored": (*OF_ALL, "gamma"), "checkpointed": (*OF_ALL, "gamma"), "torc
 
 
 class Equilibrium(RevDEQ):
-    """A `revdeq.RevDEQ` that can be solved by other means, too, to compare with. It starts from z = 0.
+    """A `revdeq.RevDEQ` that can be solved by other means, too, to compare with.
 
     Args:
         f: A module f(z, x).
@@ -53,12 +53,14 @@ class Equilibrium(RevDEQ):
         if solver == "torchdeq":
             _anderson(3, None)  # or an error that says what to install, now and not in the first forward pass
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, z0: Tensor | None = None) -> Tensor:  # type: ignore[override]
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # autocast lowers the precision inside f, not that of the state that f reads
         if self.solver == "reversible":
-            return super().forward(x)
-        f, z0 = _Repeated(self.f, x), torch.zeros_like(x, requires_grad=False)
+            return super().forward(x, z0=z0)
+        f = _Repeated(self.f, x)
+        if z0 is None:
+            z0 = torch.zeros_like(x, requires_grad=False)
         if self.solver != "torchdeq":
             solve = stored_graph if self.solver == "stored" else checkpointed
             z = solve(f, z0, beta=self.beta, gamma=self.gamma, max_steps=self.max_steps)

@@ -63,6 +63,9 @@ class PuzzleModel(EquilibriumModel):
         dimensions: 1 for strings, 2 for images.
         channels: Of the block.
         classes: The number of classes of a position.
+        noise: In training, every second puzzle starts from normal noise of this size, and not from 0, so that where a
+            model begins does not matter to where it ends. Without, some long strings end in states that only look
+            right nearby.
         block: A function that makes another f, from `channels` and `dimensions`. None is `PuzzleBlock`.
         max_steps: As for `revdeq.RevDEQ`.
         beta: As for `revdeq.RevDEQ`.
@@ -79,19 +82,28 @@ class PuzzleModel(EquilibriumModel):
         dimensions: int = 2,
         channels: int = 32,
         classes: int = 2,
+        noise: float = 0.0,
         block: Callable[[int, int], nn.Module] | None = None,
         max_steps: int = 16,
         beta: float = 0.8,
         **options: Any,
     ) -> None:
         super().__init__()
+        if not isinstance(noise, (int, float)) or not 0 <= noise < float("inf"):
+            raise ValueError(f"noise = {noise!r} must be a number of at least 0, of which z is about 1; 0 is none")
+        self.noise = noise
         self.encode = encoder(features, dimensions, channels)
         f = block(channels, dimensions) if block else PuzzleBlock(channels, dimensions)
         self.equilibrium = Equilibrium(f, max_steps=max_steps, beta=beta, **options)
         self.classify = classifier(channels, classes)
 
     def forward(self, puzzles: Tensor) -> Tensor:
-        return self.classify(self.equilibrium(self.encode(checked_puzzles(self.encode, puzzles))).movedim(1, -1))
+        x = self.encode(checked_puzzles(self.encode, puzzles))
+        z0 = None
+        if self.training and self.noise:
+            z0 = self.noise * torch.randn(x.shape, device=x.device)
+            z0[1::2] = 0
+        return self.classify(self.equilibrium(x, z0).movedim(1, -1))
 
 
 def encoder(features: int, dimensions: int, channels: int) -> nn.Module:

@@ -316,7 +316,7 @@ PRESETS = {
             "prefix-tiny",
             "prefix-sums",
             "puzzle",
-            {"bits": 16, "channels": 48, "max_steps": (5, 20), "beta": 0.8},
+            {"bits": 16, "channels": 48, "noise": 1.0, "max_steps": (5, 20), "beta": 0.8},
             dataclasses.replace(PUZZLES, lr=4e-3, updates=500, batch=32, evaluate_every=100),
         ),
         Preset(
