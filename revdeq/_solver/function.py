@@ -85,11 +85,13 @@ class Function:
         self.search.begin()
         with Buffers(self.f), self.draw, contextlib.nullcontext() if is_compiled(self.f) else self.search:
             try:
-                outputs = self._call(_disguise(leaves) if self.graph else leaves)
+                result = self._call(_disguise(leaves) if self.graph else leaves)
             except TypeError as error:
                 if (wrong := self._wrong_signature(error)) is not None:
                     raise wrong from None
                 raise
+        outputs = self._flattened(result, leaves)
+        del result  # which holds the graph
         values = self._noted(leaves, outputs)
         self._changes_its_input = any(x.is_inference() or x._version > 0 for x in state)
         if self._changes_its_input and self._reads_again:
@@ -120,7 +122,8 @@ class Function:
         leaves = [x.detach().requires_grad_(self.graph) for x in state]
         self.search.begin()
         with self.draw:
-            return leaves, self._call(_disguise(leaves) if self.graph and self._changes_its_input else leaves)
+            result = self._call(_disguise(leaves) if self.graph and self._changes_its_input else leaves)
+        return leaves, self._flattened(result, leaves)
 
     def release(self) -> None:
         """Forget the tensors: there will be no other backward pass."""
@@ -137,12 +140,15 @@ class Function:
                 self.inputs.adopt(unknown)
         return values
 
-    def _call(self, state: State) -> State:
+    def _call(self, state: State) -> Any:
+        z = state[0] if self._state_is_a_tensor else tree_unflatten(state, self.state_spec)
+        return self.run(z, *self.arguments.values)
+
+    def _flattened(self, result: Any, state: State) -> State:
+        """The tensors that f returned, if they are like those of the state."""
         if self._state_is_a_tensor:
-            result = self.run(state[0], *self.arguments.values)
             outputs, has_structure = [result], isinstance(result, Tensor)
         else:
-            result = self.run(tree_unflatten(state, self.state_spec), *self.arguments.values)
             outputs, has_structure = self._flattened_like_state(result)
         if has_structure and all(map(_fits, outputs, state)):
             return outputs

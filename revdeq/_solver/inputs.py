@@ -166,7 +166,7 @@ class Search(TorchFunctionMode):
             if x.requires_grad and x.grad_fn is None:
                 reached[id(x)] = x
             elif x.requires_grad:
-                if x.grad_fn._sequence_nr() < start:  # f returns a captured tensor
+                if x.grad_fn._sequence_nr() < start:  # type: ignore[union-attr]  # f returns a captured tensor
                     self._add(x)
                 edges.append((x.grad_fn, x.output_nr))
         for node, output_nr in edges:  # which grows on the way; this runs at every evaluation, and microseconds count

@@ -1,7 +1,7 @@
 """revdeq.RevDEQ: the reversible equilibrium as a layer."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,12 @@ class RevDEQ(nn.Module):
 
     last: Last | None
 
+    if TYPE_CHECKING:  # the options are attributes
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
     @with_options
     def __init__(self, f: Callable[..., Any], **options: Any) -> None:
         super().__init__()
@@ -98,9 +104,13 @@ class RevDEQ(nn.Module):
             beta = 1 - CLOSEST_TO_1
         options = {"beta": beta, "gamma": self.gamma, "max_steps": self.max_steps}
         found = tune(self.f, self._start(x, z0), x, *args, **options)
-        self.beta, self.gamma = found.beta, found.gamma
-        self._is_tuned = True
+        self._use(found.beta, found.gamma)
         return found
+
+    def _use(self, beta: float, gamma: float) -> None:
+        for name, value in (("beta", beta), ("gamma", gamma)):
+            setattr(self, name, value)
+        self._is_tuned = True
 
     def _start(self, x: Any, z0: Any) -> Any:
         return tree_map(_zeros_like, x) if z0 is None else z0
@@ -113,8 +123,7 @@ class RevDEQ(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         found = state_dict.pop(prefix + COEFFICIENTS, None)
         if found is not None:
-            self.beta, self.gamma = found.tolist()
-            self._is_tuned = True
+            self._use(*found.tolist())
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property

@@ -67,6 +67,7 @@ class Monitor:
     check: str
     site: tuple[str, int]
     setting: str
+    state: str
     remedy: str
 
     def judge(self, maxima: Sequence[Tensor], norms: Tensor) -> None:
@@ -82,11 +83,11 @@ class Monitor:
         if rho <= LIMIT:
             return
         cause = f"{self.remedy}f does not compute the same when it is called again"
-        if not change <= MOVING * value:
+        if self.state == "float64" and not change <= MOVING * value:
             cause = (
                 f"The iteration does not converge: z is of size {value:.1e}, and its last step changed it by "
-                f"{change:.1e}; such steps cannot be undone. Find better coefficients with revdeq.tune, or normalise "
-                "what f returns"
+                f"{change:.1e}, which a float64 state cannot undo. Find better coefficients with revdeq.tune, or "
+                "normalise what f returns"
             )
         text = (
             f"the backward pass did not find its way back to the initial state: it is off by {rho:.1e} of the state's "

@@ -167,7 +167,7 @@ def documented(docstring: str) -> str:
     return before + f"\n{indent}".join(described) + after
 
 
-def _float32(x: float) -> float:
+def _float32(x: Any) -> float:
     try:
         return ctypes.c_float(float(x)).value
     except OverflowError:

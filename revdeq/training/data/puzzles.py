@@ -56,7 +56,8 @@ class Puzzles:
         return self._batch(len(indices), generator, training=True)
 
     def _batch(self, count: int, generator: torch.Generator, training: bool) -> Batch:
-        return Batch(*(part.to(self.device) for part in self.made(count, generator, training)))
+        inputs, targets = self.made(count, generator, training)
+        return Batch(inputs.to(self.device), targets.to(self.device))
 
     def evaluation(self, split: str, batch: int) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(self.splits.index(split))
