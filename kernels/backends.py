@@ -155,18 +155,22 @@ def half_step_for(device: torch.device, state: str = "float64") -> type[Any]:
         >>> bound.copy
         tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
-    return backend_for(device).states[state].HalfStep
+    return backend_for(device, state).states[state].HalfStep
 
 
-def backend_for(device: torch.device) -> Backend:
-    """The one that is forced, or the fastest that runs there."""
+def backend_for(device: torch.device, state: str = "float64") -> Backend:
+    """The one that is forced, or the fastest that runs there and has this state. The reference has them all."""
     name = _forced.get()
     if name is None and (setting := os.environ.get("REVDEQ_BACKEND")):
         name = _known(setting, "REVDEQ_BACKEND")
     if name is None:
-        return next(b for b in BACKENDS.values() if b.is_for(device) and b.trouble_on(device) is None)
+        having = (b for b in BACKENDS.values() if state in b.states)
+        return next(b for b in having if b.is_for(device) and b.trouble_on(device) is None)
     if trouble := BACKENDS[name].trouble_on(device):
         raise RuntimeError(f"backend {name!r} is forced, but {trouble.why}: {trouble.remedy}")
+    if state not in BACKENDS[name].states:
+        others = ", ".join(repr(b.name) for b in BACKENDS.values() if state in b.states)
+        raise RuntimeError(f"backend {name!r} is forced, but it has no {state} state: use {others}")
     return BACKENDS[name]
 
 

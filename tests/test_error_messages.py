@@ -326,6 +326,11 @@ def other_chunks():
         cpu.load(cpu.library._name)
 
 
+def forced_without_a_state():
+    with kernels.backend("reference"):
+        kernels.half_step_for(torch.device("cpu"), "decimal")
+
+
 def forced(name, device="cpu", missing=False, trouble=""):
     def run():
         with contextlib.ExitStack() as stack:
@@ -378,6 +383,8 @@ KERNELS = [
      "backend 'cpu' is forced, but the C kernel cannot be loaded (no symbol): reinstall revdeq, which builds it"),
     ("C on another device", forced("cpu", "meta"), RuntimeError,
      "backend 'cpu' is forced, but it cannot run on meta tensors: move them to the CPU"),
+    ("a state that there is not", forced_without_a_state, RuntimeError,
+     "backend 'reference' is forced, but it has no decimal state: use …"),
     ("no Triton", forced("triton", missing=True), RuntimeError,
      "backend 'triton' is forced, but Triton is not installed: install it with `pip install triton` (Linux)"),
     ("Triton without a GPU", forced("triton"), RuntimeError,
@@ -407,6 +414,8 @@ def without_torchdeq():
 
 
 MODELS = [
+    ("a name that is not public", lambda: revdeq.training.run_away, AttributeError,
+     "module 'revdeq.training' has no attribute 'run_away'"),
     ("no channels", making(SingleScale, channels=0), ValueError, "channels = 0 must be an integer of at least 1"),
     ("channels that do not group", making(SingleScale, channels=25), ValueError,
      "50 channels (channels, or width times channels) cannot be split into 3 groups for GroupNorm: use a multiple of "

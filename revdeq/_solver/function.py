@@ -134,8 +134,7 @@ class Function:
         if self.graph:
             unknown = self.inputs.note(self.search.reached_from(leaves, outputs))
             if unknown:
-                if self.kept and self.kept[-1][1] is outputs:
-                    self.kept.pop()
+                self.kept.clear()  # only an unbroken row of last evaluations is of use
                 outputs.clear()  # and with them the graph
                 self.inputs.adopt(unknown)
         return values

@@ -36,7 +36,7 @@ class Unreachable(RuntimeError):
     """A gradient flows out of f to where it cannot be caught."""
 
 
-class Kept(RuntimeError):
+class CarriedOver(RuntimeError):
     """An evaluation used what an earlier one of the same solve had computed and kept."""
 
     def __init__(self, maker: str) -> None:
@@ -189,7 +189,7 @@ class Search(TorchFunctionMode):
             elif number >= start and node.name() == _CAST:
                 edges += node.next_functions
             elif number >= start:
-                raise Kept(node.name())
+                raise CarriedOver(node.name())
             else:
                 self._made_at(node, output_nr)
         for x in leaves:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _device
 from .function import Function, module_tensors
-from .inputs import Kept, Search, State, Substitution, Unreachable, alias
+from .inputs import CarriedOver, Search, State, Substitution, Unreachable, alias
 
 _engine = torch.autograd.Variable._execution_engine
 
@@ -128,7 +128,7 @@ class Replay:
         leaves must have been made by f itself, and die with the graph."""
         try:
             found = self._function.search.reached_from(leaves, outputs)
-        except (Unreachable, Kept):
+        except (Unreachable, CarriedOver):
             raise RuntimeError(OTHER_TENSORS) from None
         by = [self._by[key] for key in found if key in self._by]
         unknown = [x for key, x in found.items() if key not in self._by]

@@ -16,7 +16,7 @@ from .adjoint import NORM_FLOOR, Iteration, Outcome, Reversible, iterate
 from .deferred import settle
 from .function import DTYPES, Function
 from .implicit import Adjoint, Implicit
-from .inputs import Kept
+from .inputs import CarriedOver
 from .monitor import Monitor, call_site
 from .options import options_from, with_options
 from .scheme import rounded_coefficients, scheme_for
@@ -142,7 +142,7 @@ def _solve(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict
 
     try:
         it, outcome = iterated()
-    except Kept:  # a cache that f has filled is there now, and its content is like any captured tensor
+    except CarriedOver:  # a cache that f has filled is there now, and its content is like any captured tensor
         it, outcome = iterated()
     last = (*outcome.y_copy, *outcome.z_copy)
     inputs, adjoint = it.f.inputs.tensors, None
