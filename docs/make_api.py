@@ -7,6 +7,7 @@ is the one that this script makes.
 
 import ast
 import doctest
+import functools
 import importlib
 import inspect
 import itertools
@@ -182,11 +183,25 @@ def _rendered(entry: Entry, heading: str, level: str) -> list[str]:
         elif block.title == "Returns":
             parts.append(f"**Returns**: {' '.join(block.text.split())}\n")
         elif block.title:
-            rows = [f"- **{name}**: {text}" for name, text in _joined(block.entries)]
+            rows = [f"- **{name}**: {text}" for name, text in _joined(_said_once(entry, block.entries))]
             parts.append(f"**{block.title}**\n\n" + "\n".join(rows) + "\n")
         elif block.text:
             parts.append(_text(block.text) + "\n")
     return parts
+
+
+def _said_once(entry: Entry, entries: dict[str, str]) -> dict[str, str]:
+    """The options are described at `revdeq.solve` and at the layer, and referred to elsewhere."""
+    options = _options()
+    if entry.name in ("solve", "RevDEQ"):
+        return entries
+    return {name: "As for `revdeq.solve`." if options.get(name) == text else text for name, text in entries.items()}
+
+
+@functools.cache
+def _options() -> dict[str, str]:
+    blocks = parsed(importlib.import_module("revdeq").solve.__doc__)
+    return next(block.entries for block in blocks if block.title == "Args")
 
 
 def _joined(entries: dict[str, str]) -> list[tuple[str, str]]:

@@ -519,7 +519,7 @@ SETTINGS = [
     ("an example without torchrun", ddp.main, SystemExit,
      "start it with torchrun: torchrun --nproc-per-node 2 -m revdeq.examples.ddp"),
     ("a device that is not there", lambda: Processes("cuda:77"), SettingError,
-     "--device cuda:77: there is …; use cpu, or leave it out"),
+     "--device cuda:77: this machine has …; use cpu, or leave it out"),
     ("an unknown schedule", setting("schedule=step"), SettingError,
      "schedule='step': it must be one of plateau, cosine…"),
     ("beta is 1", setting("beta=1"), SettingError, "the model multi-scale cannot be made: beta = 1" + BETA_1),

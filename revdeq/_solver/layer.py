@@ -108,7 +108,12 @@ class RevDEQ(nn.Module):
         return found
 
     def use(self, beta: float, gamma: float) -> None:
-        """Set coefficients that were found elsewhere, to be saved and loaded with the layer."""
+        """Set coefficients that were found elsewhere, to be saved and loaded with the layer.
+
+        Args:
+            beta: The relaxation.
+            gamma: The damping of f.
+        """
         for name, value in (("beta", beta), ("gamma", gamma)):
             setattr(self, name, value)
         self._is_tuned = True
