@@ -119,13 +119,11 @@ class Problem:
             z = revdeq.solve(self.f, z0, self.x, max_steps=k // 2, gradient=kind, **self._pair(provider)).z
         else:
             solver = {"Anderson": "tuned", "Anderson as it is": "anderson", "Broyden": "broyden"}[name]
-            # By a hook it takes less time and memory than torchdeq's default.
-            how = (
-                {"grad": 1} if kind == "phantom" else {"ift": True} if name.endswith("as it is") else {"hook_ift": True}
-            )
+            # By a hook the gradient takes less time and memory than by torchdeq's default.
+            how = "grad" if kind == "phantom" else "ift" if name.endswith("as it is") else "hook_ift"
             deq = get_deq(
                 f_solver=solver, b_solver=solver, f_max_iter=k, b_max_iter=k, f_tol=0.0, b_tol=0.0,
-                f_stop_mode="rel", b_stop_mode="rel", **how,
+                f_stop_mode="rel", b_stop_mode="rel", **{how: 1},
             )  # fmt: skip
             z = deq.train()(self.at, z0)[0][-1]
         return torch.autograd.grad(z, self.parameters, self.seed)
