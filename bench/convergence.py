@@ -165,29 +165,32 @@ class Problem:
         first = calls - len(states) + 1  # an evaluation each
         return {k: self.residual(z) for k, z in enumerate(states, first)}
 
-    def fixed_points_gradient(self):
-        """By the same iteration in plain operations, in float64."""
-        f, x, seed = copy.deepcopy(self.f).double(), self.x.double(), self.seed.double()
-        with torch.no_grad():
-            z = self._settled(lambda z: f(z, x), torch.zeros_like(x))
-        z.requires_grad_()
-        out = f(z, x)
-        u = self._settled(lambda u: torch.autograd.grad(out, z, u, retain_graph=True)[0] + seed, seed)
-        return torch.autograd.grad(out, list(f.parameters()), u)
 
-    def _settled(self, function, start):
-        for damping in (1.0, 0.5, 0.25):
-            beta, gamma = self.pair["beta"] if damping == 1 else 0.9, self.pair["gamma"] * damping
-            before = now = start
-            for _ in range(LONGEST):
-                out = function(now)
-                size = ((out - now).norm() / now.norm().clamp(min=1e-300)).item()
-                if size <= SETTLED:
-                    return out
-                if not math.isfinite(size):
-                    break
-                before, now = now, (1 - beta) * before + beta * ((1 - gamma) * now + gamma * out)
-        raise ArithmeticError(f"the fixed point was not reached: the residual is {size:.1e}")
+def fixed_points_gradient(f, x, seed, beta, gamma):
+    """Of f's parameters, by the same iteration in plain operations, in float64."""
+    f, x, seed = copy.deepcopy(f).double(), x.double(), seed.double()
+    with torch.no_grad():
+        z = settled(lambda z: f(z, x), torch.zeros_like(x), beta, gamma)
+    z.requires_grad_()
+    out = f(z, x)
+    u = settled(lambda u: torch.autograd.grad(out, z, u, retain_graph=True)[0] + seed, seed, beta, gamma)
+    return torch.autograd.grad(out, list(f.parameters()), u)
+
+
+def settled(function, start, beta, gamma):
+    """The fixed point. What does not converge is tried again with smaller steps."""
+    for pair in ((beta, gamma), (0.9, gamma / 2), (0.9, gamma / 4)):
+        b, g = pair
+        before = now = start
+        for _ in range(LONGEST):
+            out = function(now)
+            size = ((out - now).norm() / now.norm().clamp(min=1e-300)).item()
+            if size <= SETTLED:
+                return out
+            if not math.isfinite(size):
+                break
+            before, now = now, (1 - b) * before + b * ((1 - g) * now + g * out)
+    raise ArithmeticError(f"no fixed point was reached: the residual is {size:.1e}")
 
 
 def relative(out, z):
@@ -229,7 +232,7 @@ def measure_residuals(given, block, add, quick, clock):
 
 def measure_gradients(given, block, add, quick, clock):
     """What a forward and a backward pass take, and how good their gradient is."""
-    expected = given.fixed_points_gradient()
+    expected = fixed_points_gradient(given.f, given.x, given.seed, **given.pair)
     cases = [(name, k) for name, ks in (QUICK if quick else PROVIDERS).items() for k in ks]
     distances = {}
     for name, k in tqdm(cases, desc=block, leave=False, disable=None):
