@@ -47,7 +47,7 @@ def main():
     for block in tqdm(["conv block"] if quick else SHAPES, desc="dial", leave=False, disable=None):
         f, x, seed = problem(block)
         runs = {name: functools.partial(gradient, solver(name), f, x, N, seed) for name in providers}
-        times = take_turns(runs, 2.0 if quick else 15.0, rounds=(3, 15), clock=clock)
+        times = take_turns(runs, 2.0 if quick else 10.0, rounds=(3, 15), clock=clock)
         print(
             f"\n{block}, N = {N}\n  {'':26}{'time':>12}{'over stored graph':>20}{'memory':>14}{'over stored graph':>20}"
         )

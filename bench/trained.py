@@ -14,7 +14,7 @@ from revdeq.training.presets import configured
 RUNS = Path(__file__).parent.parent / "runs" / "bench"
 UPDATES = 300
 PRESETS = {"trained conv block": "cifar10-tiny", "trained transformer block": "wikitext2-tiny"}
-EXAMPLES = {"trained conv block": 64, "trained transformer block": 16}
+EXAMPLES = {"trained conv block": 32, "trained transformer block": 8}
 SCALE = 2
 """Of the four of the image model: 32 channels, 8 by 8 pixels, two steps in training."""
 
