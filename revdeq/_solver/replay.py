@@ -21,6 +21,12 @@ OTHER_TENSORS = (
     "through `args`, or make f a module of its own"
 )
 
+HOOK_PAST_MODES = (
+    "f gives a tensor with a hook (register_hook, retain_grad) to a custom autograd function or to torch.func.vmap, where "
+    "the solver cannot put another in its place, and the hook would run at every evaluation instead of once, on the whole "
+    "gradient: pass this tensor to f through `args`, or make f a module that holds it, or remove the hook"
+)
+
 
 class Replay:
     """The evaluations of one backward pass, from the last to the first. What was kept is not evaluated again."""
@@ -134,6 +140,8 @@ class Replay:
         unknown = [x for key, x in found.items() if key not in self._by]
         if {i for i, _ in by} != expected or any(x.grad_fn is not None for x in unknown):
             raise RuntimeError(OTHER_TENSORS)
+        if any(_needs_alias(x) for _, x in by):
+            raise RuntimeError(HOOK_PAST_MODES)
         if self._function.run is self._function.f:  # from now on, a look at the gradients will do
             self._usual = {i: (i, x) for i, x in self._by.values()}
         return by, list(map(weakref.ref, unknown))
