@@ -138,7 +138,10 @@ def prefix_variants():
 
 
 def maze_variants():
-    return puzzle_variants("maze-tiny")
+    (label, _), *others = puzzle_variants("maze-tiny")
+    yield label, {}
+    yield f"{label}, random paths in training", {"longest_of": 1}
+    yield from others
 
 
 STUDIES = {

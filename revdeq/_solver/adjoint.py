@@ -189,10 +189,9 @@ class Reversible(torch.autograd.Function):
         with replay.running():
             for n in reversed(range(first, it.steps)):
                 # copy is y_{n+1}; undo z_{n+1} = a z_n + b f(y_{n+1}) + c y_{n+1}
-                out, vjp, by_inputs = replay.vjp(copy, z_adjoint)
-                out = _apart(out, copy)
+                out, by_state, by_inputs = replay.vjp(copy, z_adjoint)
+                out, vjp = _apart(out, copy), dense(by_state, copy)
                 totals.add(by_inputs)
-                vjp = dense(vjp, copy)
                 if n > 0:
                     _undo(invert_z, out, y_adjoint, vjp, z_adjoint, step)
                 else:  # the initial state is known: use it, not its reconstruction
@@ -201,11 +200,10 @@ class Reversible(torch.autograd.Function):
                     for c, x in zip(copy, initial, strict=True):
                         c.copy_(x)
                 # copy is z_n; undo y_{n+1} = a y_n + b f(z_n) + c z_n
-                by_state = n > first or initial_needs_grad
-                out, vjp, by_inputs = replay.vjp(copy, y_adjoint, by_state)
-                out = _apart(out, copy)
+                go_on = n > first or initial_needs_grad
+                out, by_state, by_inputs = replay.vjp(copy, y_adjoint, go_on)
+                out, vjp = _apart(out, copy), dense(by_state, copy) if go_on else []
                 totals.add(by_inputs)
-                vjp = dense(vjp, copy) if by_state else []
                 if n > first:
                     _undo(invert_y, out, z_adjoint, vjp, y_adjoint, step)
                 elif n == 0:
@@ -283,8 +281,8 @@ def _apart(out: State, copy: State) -> State:
 
 
 def _undo(half_steps: list[HalfStep], out: State, adjoint: State, vjp: State, other: State, step: Any) -> None:
-    for half_step, *tensors in zip(half_steps, out, adjoint, vjp, other, strict=True):
-        half_step.invert_adjoint(*tensors, step, step)
+    for half_step, o, a, v, b in zip(half_steps, out, adjoint, vjp, other, strict=True):
+        half_step.invert_adjoint(o, a, v, b, step, step)
 
 
 def _undo_and_compare(
@@ -294,7 +292,7 @@ def _undo_and_compare(
     """The last time: without a product, no adjoint is asked for."""
     adjoints: Any = zip(adjoint, vjp, other, strict=True) if vjp else itertools.repeat((None, None, None), len(out))
     rows = zip(half_steps, out, initial, floors, adjoints, strict=True)
-    return [h.invert_compare(o, x, floor, *tensors, step, step) for h, o, x, floor, tensors in rows]
+    return [h.invert_compare(o, x, floor, a, v, b, step, step) for h, o, x, floor, (a, v, b) in rows]
 
 
 class Totals:

@@ -29,7 +29,7 @@ from torch.utils._pytree import (
 from .context import Draw, Settings
 from .inputs import Inputs, Search, State, Substitution, alias
 from .sharded import Shards
-from .stateful import Buffers
+from .stateful import BackwardHooks, Buffers, modules_of
 
 Evaluation = tuple[State, State]
 """The leaves at which f was evaluated, and its outputs."""
@@ -64,6 +64,8 @@ class Function:
         self.f, self.state_spec, self._state_is_a_tensor = f, state_spec, state_spec.is_leaf()
         self.graph = torch.is_grad_enabled()
         self.settings, self.draw = Settings(device), Draw(device)
+        modules = modules_of(f)
+        self.buffers, self.backward_hooks = Buffers(modules), BackwardHooks(modules if self.graph else [])
         self.arguments = Arguments(args)
         self._changes_its_input, self._reads_again, self._first_only = False, reads_again, first_only
         self.kept: collections.deque[Evaluation] = collections.deque(maxlen=keep)
@@ -85,13 +87,15 @@ class Function:
         leaves = [alias(x) if self.graph else x.detach() for x in state]
         self.search.begin()
         search = contextlib.nullcontext() if is_compiled(self.f) else self.search
-        with Buffers(self.f), self.draw, self._arguments(), search:
+        with self.buffers, self.draw, self._arguments(), search:
             try:
-                outputs = self._call(_disguise(leaves) if self.graph else leaves)
+                result = self._call(_disguise(leaves) if self.graph else leaves)
             except TypeError as error:
                 if (wrong := self._wrong_signature(error)) is not None:
                     raise wrong from None
                 raise
+        outputs = self._flattened(result, leaves)
+        del result  # which holds the graph
         values = self._noted(leaves, outputs)
         self._changes_its_input = any(x.is_inference() or x._version > 0 for x in state)
         if self._changes_its_input and self._reads_again:
@@ -123,7 +127,8 @@ class Function:
         self.search.begin()
         with self.draw, self._arguments():
             disguise = self.graph and (self._changes_its_input or _has_any_global_hook())
-            return leaves, self._call(_disguise(leaves) if disguise else leaves)
+            result = self._call(_disguise(leaves) if disguise else leaves)
+        return leaves, self._flattened(result, leaves)
 
     def _arguments(self) -> contextlib.AbstractContextManager[None]:
         """Around a call of f. What watches all modules (torch.utils.flop_counter, say) may ask of each of their inputs
@@ -140,18 +145,20 @@ class Function:
         if self.graph:
             unknown = self.inputs.note(self.search.reached_from(leaves, outputs))
             if unknown:
-                if self.kept and self.kept[-1][1] is outputs:
-                    self.kept.pop()
+                self.kept.clear()  # only an unbroken row of last evaluations is of use
                 outputs.clear()  # and with them the graph
                 self.inputs.adopt(unknown)
         return values
 
-    def _call(self, state: State) -> State:
+    def _call(self, state: State) -> Any:
+        z = state[0] if self._state_is_a_tensor else tree_unflatten(state, self.state_spec)
+        return self.run(z, *self.arguments.values)
+
+    def _flattened(self, result: Any, state: State) -> State:
+        """The tensors that f returned, if they are like those of the state."""
         if self._state_is_a_tensor:
-            result = self.run(state[0], *self.arguments.values)
             outputs, has_structure = [result], isinstance(result, Tensor)
         else:
-            result = self.run(tree_unflatten(state, self.state_spec), *self.arguments.values)
             outputs, has_structure = self._flattened_like_state(result)
         if has_structure and all(map(_fits, outputs, state)):
             return outputs

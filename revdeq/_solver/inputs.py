@@ -39,7 +39,7 @@ class Unreachable(RuntimeError):
     """A gradient flows out of f to where it cannot be caught."""
 
 
-class Kept(RuntimeError):
+class CarriedOver(RuntimeError):
     """An evaluation used what an earlier one of the same solve had computed and kept."""
 
     def __init__(self, maker: str) -> None:
@@ -182,7 +182,7 @@ class Search(TorchFunctionMode):
             if x.requires_grad and x.grad_fn is None:
                 reached[id(x)] = x
             elif x.requires_grad:
-                if x.grad_fn._sequence_nr() < start:  # f returns a captured tensor
+                if x.grad_fn._sequence_nr() < start:  # type: ignore[union-attr]  # f returns a captured tensor
                     self._add(x)
                 edges.append((x.grad_fn, x.output_nr))
         for node, output_nr in edges:  # which grows on the way; this runs at every evaluation, and microseconds count
@@ -205,7 +205,7 @@ class Search(TorchFunctionMode):
             elif number >= start and node.name() == _CAST:
                 edges += node.next_functions
             elif number >= start:
-                raise Kept(node.name())
+                raise CarriedOver(node.name())
             else:
                 self._made_at(node, output_nr)
         for x in leaves:
@@ -251,6 +251,8 @@ def _hooks_on(x: Tensor) -> int:
 
 def _innermost(x: Tensor) -> Tensor:
     """The tensor that transforms of torch.func inside f (vmap, grad, ...) wrap: the graph of f is made of those."""
+    if torch.compiler.is_dynamo_compiling():  # a part of f, where there are no others
+        return x
     while _functorch.is_functorch_wrapped_tensor(x):
         x = _functorch.get_unwrapped(x)
     return x

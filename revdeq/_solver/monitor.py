@@ -38,19 +38,23 @@ stochastic gradients hide."""
 
 
 class ReconstructionWarning(UserWarning):
-    """The backward pass could not reconstruct the forward pass: its gradient is not to be trusted."""
+    """The backward pass could not reconstruct the forward pass, so its gradient cannot be trusted.
+
+    The message gives the size of the error and the remedies. It is given once for each line that calls `solve`.
+    """
 
 
 class ReconstructionError(RuntimeError):
-    """The same, for check="raise"."""
+    """What `ReconstructionWarning` says, raised with check="raise"."""
 
 
 class ConvergenceWarning(UserWarning):
-    """The backward pass of gradient="implicit" did not solve the adjoint equation."""
+    """The backward pass of gradient="implicit" did not solve the adjoint equation, so its gradient is not that of the
+    fixed point."""
 
 
 class ConvergenceError(RuntimeError):
-    """The same, for check="raise"."""
+    """What `ConvergenceWarning` says, raised with check="raise"."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Monitor:
     check: str
     site: tuple[str, int]
     setting: str
+    state: str
     remedy: str
 
     def judge(self, maxima: Sequence[Tensor], norms: Tensor) -> None:
@@ -78,11 +83,11 @@ class Monitor:
         if rho <= LIMIT:
             return
         cause = f"{self.remedy}f does not compute the same when it is called again"
-        if not change <= MOVING * value:
+        if self.state == "float64" and not change <= MOVING * value:
             cause = (
                 f"The iteration does not converge: z is of size {value:.1e}, and its last step changed it by "
-                f"{change:.1e}; such steps cannot be undone. Find better coefficients with revdeq.tune, or normalise "
-                "what f returns"
+                f"{change:.1e}, which a float64 state cannot undo. Find better coefficients with revdeq.tune, or "
+                "normalise what f returns"
             )
         text = (
             f"the backward pass did not find its way back to the initial state: it is off by {rho:.1e} of the state's "

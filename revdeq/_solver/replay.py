@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _device
 from .function import Function, module_tensors
-from .inputs import Kept, Search, State, Substitution, Unreachable, alias
+from .inputs import CarriedOver, Search, State, Substitution, Unreachable, alias
 
 _engine = torch.autograd.Variable._execution_engine
 
@@ -43,8 +43,9 @@ class Replay:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around the evaluations: f runs as it ran in the forward pass."""
+        """Context manager: replay f under the forward pass's settings."""
         function = self._function
+        function.backward_hooks.refuse_changes()
         split = len(function.arguments.tensors)
         captured = self._inputs[split:]
         targets = [*enumerate(function.arguments.use_aliases()), *enumerate(captured, split)]
@@ -134,7 +135,7 @@ class Replay:
         leaves must have been made by f itself, and die with the graph."""
         try:
             found = self._function.search.reached_from(leaves, outputs)
-        except (Unreachable, Kept):
+        except (Unreachable, CarriedOver):
             raise RuntimeError(OTHER_TENSORS) from None
         by = [self._by[key] for key in found if key in self._by]
         unknown = [x for key, x in found.items() if key not in self._by]

@@ -50,7 +50,9 @@ def test_a_plan_of_steps_that_differ_never_outgrows_the_room():
 def test_steps_may_differ(exact_half_step, gamma):
     """Each half-step has its own radix, and the way back takes them in the opposite order."""
     half_step, device = exact_half_step
-    radices = [Radix.nearest(beta, 24, gamma) for beta in (0.5, 0.9, 0.6, 0.95, 0.95, 0.9, 0.9, 0.95, 0.9, 0.8, 1.2, 0.9)]
+    radices = [
+        Radix.nearest(beta, 24, gamma) for beta in (0.5, 0.9, 0.6, 0.95, 0.95, 0.9, 0.9, 0.95, 0.9, 0.8, 1.2, 0.9)
+    ]
 
     def there_and_back(half_step):
         generator = torch.Generator().manual_seed(3)
