@@ -64,8 +64,7 @@ class Function:
         self.f, self.state_spec, self._state_is_a_tensor = f, state_spec, state_spec.is_leaf()
         self.graph = torch.is_grad_enabled()
         self.settings, self.draw = Settings(device), Draw(device)
-        modules = modules_of(f)
-        self.buffers, self.backward_hooks = Buffers(modules), BackwardHooks(modules if self.graph else [])
+        self.backward_hooks = BackwardHooks([])
         self.arguments = Arguments(args)
         self._changes_its_input, self._reads_again, self._first_only = False, reads_again, first_only
         self.kept: collections.deque[Evaluation] = collections.deque(maxlen=keep)
@@ -87,7 +86,9 @@ class Function:
         leaves = [alias(x) if self.graph else x.detach() for x in state]
         self.search.begin()
         search = contextlib.nullcontext() if is_compiled(self.f) else self.search
-        with self.buffers, self.draw, self._arguments(), search:
+        modules = modules_of(self.f)
+        self.backward_hooks = BackwardHooks(modules if self.graph else [])
+        with Buffers(modules), self.draw, self._arguments(), search:
             try:
                 result = self._call(_disguise(leaves) if self.graph else leaves)
             except TypeError as error:

@@ -31,6 +31,9 @@ D, STEPS = 6, 4
 TOLERANCE = 2e-6
 """Sums of a few float32 numbers in another order, and 6e-8 in the states."""
 
+# torch's own forward mode scripts its decompositions.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
 RIGHT, REFUSED = [], []
 
 
@@ -62,18 +65,21 @@ def solver(state):
 def gradients(hazard, solve):
     torch.manual_seed(0)
     random.seed(0)
-    found: list[Tensor] = []
+    found: list[Tensor | None] = []
     for x in hazard(solve):
         found += [p.grad for p in x.parameters()] if isinstance(x, nn.Module) else [x]
-    return [x.to_dense() if x.layout is not torch.strided else x for x in found]
+    return [x.to_dense() if x is not None and x.layout is not torch.strided else x for x in found]
 
 
 @pytest.mark.parametrize("state", ["float64", "exact"])
 @pytest.mark.parametrize("hazard", RIGHT, ids=by_name)
 def test_the_gradient_is_right(hazard, state):
     expected, ours = gradients(hazard, reference), gradients(hazard, solver(state))
-    assert len(ours) == len(expected) > 0
+    assert any(x is not None for x in expected)
     for gradient, other in zip(ours, expected, strict=True):
+        if gradient is None or other is None:
+            assert gradient is other
+            continue
         assert (gradient - other).abs().max() <= TOLERANCE * other.abs().max()
 
 
@@ -196,7 +202,7 @@ def hooks_on_all_modules(solve):
     scale = lambda module, by_input, by_output: tuple(g if g is None else g * 0.9 for g in by_input)  # noqa: E731
     handle = module.register_module_full_backward_hook(scale)
     try:
-        return trained(solve, lambda z, x: f(z) + x, f)
+        return trained(solve, lambda z, x: f(z) + x, f, z0=point())
     finally:
         handle.remove()
 
@@ -263,7 +269,8 @@ def a_hook_on_what_a_custom_function_takes(solve):
 @refused(RuntimeError, "a tensor with a hook .* or to torch.func.vmap")
 def a_hook_on_what_vmap_takes(solve):
     weight = hooked_weight()
-    return *trained(solve, lambda z, x: vmap(torch.mul)(z, weight[:3] * 1) + vmap(torch.add)(x, weight[:3])), None
+    z0 = torch.ones(D, D)
+    return *trained(solve, lambda z, x: vmap(torch.mul)(z, weight) + x, x=torch.ones(D, D), z0=z0), weight.grad
 
 
 @refused(RuntimeError, "a tensor with a hook .* to a custom autograd function")
@@ -616,15 +623,17 @@ def steps_with_clipped_gradients_and_two_optimizers(solve):
 @pytest.mark.parametrize("state", ["float64", "exact"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_what_f_closes_over_is_freed_at_once(state, backward):
-    f, x = network(), point()
-    doubled = x * 2
-    freed = weakref.ref(doubled)
+    def solved():
+        f, doubled = network(), point() * 2
+        return solver(state)(lambda z: f(z) + doubled, torch.zeros(3, D)), weakref.ref(doubled)
+
     with without_collector():
-        z = solver(state)(lambda z: f(z) + doubled, torch.zeros(3, D))
+        z, captured = solved()
+        assert captured() is not None
         if backward:
             z.sum().backward()
-        del z, doubled
-        assert freed() is None
+        del z
+        assert captured() is None
 
 
 @contextlib.contextmanager
