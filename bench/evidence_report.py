@@ -4,7 +4,7 @@ import collections
 import json
 import statistics
 
-from evidence import EDITION, STUDIES, Task, table
+from evidence import EDITION, STUDIES, Task, table, variants
 
 MADE = "<!-- From here on made of runs.csv by python bench/evidence.py --report -->"
 
@@ -17,13 +17,13 @@ def problems(rows, curves, probes):
     ).items():
         if count > 1:
             found.append(f"{', '.join(columns)} has {count} rows: keep one run of it")
-    variants = {name: dict(study.variants()) for name, study in STUDIES.items()}
+    known = {name: dict(variants(name)) for name in STUDIES}
     for row in rows:
         name = row["run"]
         if row["edition"] != str(EDITION):
             found.append(f"{name} is stale: of edition {row['edition']}, this is {EDITION}")
             continue
-        changes = variants.get(row["study"], {}).get(row["label"])
+        changes = known.get(row["study"], {}).get(row["label"])
         if changes is None:
             found.append(f"{name} is stale: there is no such variant any more")
             continue
@@ -36,8 +36,8 @@ def problems(rows, curves, probes):
             found.append(f"{name} is spliced: its curve goes back in time")
         if not curve or updates[-1] != int(row["updates"]) or curve[-1]["metric"] != row["validation"]:
             found.append(f"{name} is spliced: its curve does not end where its row does")
-    known = {row["run"] for row in rows}
-    for name in {made["run"] for made in [*curves, *probes]} - known:
+    names = {row["run"] for row in rows}
+    for name in {made["run"] for made in [*curves, *probes]} - names:
         found.append(f"{name} has no row: its curve or its probes are left over")
     return found
 
@@ -75,7 +75,7 @@ def report(results, runs=None):
         raise SystemExit("\n".join(["the tables cannot be reported as they are:", *sorted(found)]))
     lines = [MADE, "", "± is the deviation between seeds.", ""]
     for name, study in STUDIES.items():
-        order = [label for label, _ in study.variants()]
+        order = [label for label, _ in variants(name)]
         ours = sorted((row for row in rows if row["study"] == name), key=lambda row: order.index(row["label"]))
         if not ours:
             continue

@@ -26,6 +26,12 @@ COLORS = {
     "unfused, in place": "#f2a541",
     "torch.compile": "#9b5de5",
     "copy": "#8c8c8c",
+    "ours, tuned": "#2f7ed8",
+    "ours, beta .8": "#13b5b1",
+    "ours, beta .5": "#8c8c8c",
+    "Anderson": "#9b5de5",
+    "Broyden": "#f2a541",
+    "implicit": "#13b5b1",
 }
 WIDTHS = {"stored graph": 5.0, "checkpoint": 3.8, "reversible": 3.2}
 """Lines coincide where all is well: those below are wider, and can be seen."""
@@ -33,6 +39,17 @@ BLOCKS = ("conv block", "transformer block")
 OF_THE_SAME_STEPS = ("stored graph", "checkpoint", "reversible", "reversible, exact state")
 """Their gradients approximate one and the same, that of the steps that ran. torchdeq's approximate the fixed point's,
 and are not drawn beside them."""
+FOUR = (*BLOCKS, "trained conv block", "trained transformer block")
+GRADIENTS = {
+    "ours, tuned, implicit": ("#2f7ed8", "o-"),
+    "ours, tuned, exact": ("#13b5b1", "o-"),
+    "ours, beta .8, implicit": ("#2f7ed8", "s:"),
+    "ours, beta .8, exact": ("#13b5b1", "s:"),
+    "Anderson, IFT": ("#9b5de5", "^-"),
+    "Anderson as it is, IFT": ("#9b5de5", "v:"),
+    "Broyden, IFT": ("#f2a541", "D-"),
+    "Anderson, phantom": ("#e5989b", "P-"),
+}
 STEPS = (*OF_THE_SAME_STEPS, "torchdeq Anderson, IFT", "torchdeq Broyden, IFT", "torchdeq Anderson, phantom")
 ERROR = "error of the gradient, against\nthe same steps in float64"
 FLOOR = 1e-9
@@ -68,6 +85,11 @@ def _figures(series):
         yield "depth", _summary(series)
     if any(key[0].startswith("breakdown") for key in series):
         yield "breakdown", _breakdown(series)
+    if any(key[0].startswith("gradient, ") for key in series):
+        yield "convergence", _residuals(series)
+        yield "gradient", _distances(series)
+    if any(key[0].startswith("dial, ") for key in series):
+        yield "dial", _dial(series)
 
 
 def _bandwidth(series):
@@ -145,6 +167,86 @@ def _summary(series):
     error.set_ylabel("relative error")
     error.set_yticks([1, 1e-2, 1e-4, 1e-6, 1e-8, FLOOR], ["1", *(f"$10^{{{k}}}$" for k in (-2, -4, -6, -8)), "0"])
     error.set_ylim(FLOOR / 3, 1)
+    return _with_legend(figure)
+
+
+def _panels_of_blocks(series, start):
+    """A figure with a panel for each block that was measured, two in a row, and the panels by block."""
+    blocks = [block for block in FOUR if any(key[0] == f"{start}, {block}" for key in series)]
+    rows = (len(blocks) + 1) // 2
+    figure, axes = plt.subplots(rows, 2, figsize=(9, 0.9 + 2.9 * rows), layout="constrained", squeeze=False)
+    panels = dict(zip(blocks, axes.flat, strict=False))
+    for block, axis in panels.items():
+        axis.set_title(block)
+    return figure, panels
+
+
+def _residuals(series):
+    """What is left after so many evaluations."""
+    figure, panels = _panels_of_blocks(series, "residual")
+    for block, axis in panels.items():
+        for provider in ("ours, tuned", "ours, beta .8", "ours, beta .5", "Anderson", "Broyden"):
+            points = series.get((f"residual, {block}", provider, "float32", "residual"), {})
+            axis.plot(sorted(points), [points[k].p50 for k in sorted(points)], color=COLORS[provider], label=provider)
+        axis.set(yscale="log", ylim=(1e-4, 2), xlabel="evaluations of f", ylabel="‖f(z) - z‖ / ‖z‖")
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    return _with_legend(figure)
+
+
+def _distances(series):
+    """How far the gradient is from the fixed point's, and what it took."""
+    figure, panels = _panels_of_blocks(series, "gradient")
+    for block, axis in panels.items():
+        for provider, (color, style) in GRADIENTS.items():
+            seconds, distances = (
+                series.get((f"gradient, {block}", provider, "float32", quantity), {})
+                for quantity in ("seconds", "distance")
+            )
+            sizes = [k for k in sorted(seconds) if distances[k].p50 < 10]
+            times = [1e3 * seconds[k].p50 for k in sizes]
+            axis.plot(
+                times,
+                [distances[k].p50 for k in sizes],
+                style,
+                color=color,
+                label=provider,
+                markersize=4,
+                linewidth=1.2,
+            )
+        axis.set(xscale="log", yscale="log", xlabel="forward and backward pass, ms", ylabel="distance of the gradient")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter("{x:g}")
+        for labels in (axis.xaxis, axis.yaxis):
+            labels.set_minor_formatter(NullFormatter())
+    return _with_legend(figure)
+
+
+def _dial(series):
+    """Time against memory: the nearer to the lower left corner, the better."""
+    figure, axes = _two_panels()
+    for axis, block in zip(axes, BLOCKS, strict=True):
+        points = defaultdict(dict)
+        for (benchmark, provider, _, quantity), rows in series.items():
+            if benchmark == f"dial, {block}":
+                points[provider][quantity] = next(iter(rows.values())).p50
+        kept = sorted((int(name.removeprefix("keep ")), name) for name in points if name.startswith("keep "))
+
+        def place(name, points=points):
+            return points[name]["bytes"] / 2**20, points[name]["time over stored graph"]
+
+        curve = [place(name) for _, name in kept]
+        axis.plot(*zip(*curve, strict=True), "o-", color=COLORS["reversible"], label="ours, exact gradient, by keep")
+        for i, ((k, _), at) in enumerate(zip(kept, curve, strict=True)):
+            axis.annotate(str(k), at, (0, -13 if i % 2 else 6), textcoords="offset points", ha="center", fontsize=8)
+        for name, label, marker in (
+            ("stored graph", "stored graph", "s"),
+            ("checkpoint", "checkpoint", "D"),
+            ("torchdeq Anderson, IFT", "torchdeq Anderson, IFT", "^"),
+            ("implicit", "ours, implicit gradient", "v"),
+        ):
+            axis.plot(*place(name), marker, linestyle="none", color=COLORS[name], label=label, markersize=7)
+        axis.set(title=block, xlabel="peak memory, MiB", xlim=(0, None), ylim=(0.5, 1.5))
+    axes[0].set_ylabel("time, over the stored graph")
     return _with_legend(figure)
 
 

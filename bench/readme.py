@@ -29,6 +29,11 @@ class Numbers:
     def median(self, benchmark, provider, size, quantity="seconds", dtype="float32"):
         return self._rows[benchmark, provider, size, dtype, quantity].p50
 
+    def by_size(self, benchmark, provider, quantity):
+        """Medians by size, all that there are."""
+        keys = [key for key in self._rows if key[:2] == (benchmark, provider) and key[-1] == quantity]
+        return {key[2]: self._rows[key].p50 for key in sorted(keys, key=lambda key: key[2])}
+
     def ratio(self, benchmark, over, under, size, quantity="seconds"):
         return self.median(benchmark, over, size, quantity) / self.median(benchmark, under, size, quantity)
 
@@ -93,7 +98,111 @@ def reversal(numbers):
     return markdown([title, *(f"N = {n}" for n in depths)], rows)
 
 
-TABLES = {"machine": machine, "half-step": half_step, "whole-step": whole_step, "reversal": reversal}
+FOUR = ("conv block", "transformer block", "trained conv block", "trained transformer block")
+ANDERSON = ("Anderson", "Anderson as it is")
+IMPLICIT = ("Anderson, IFT", "Anderson as it is, IFT", "Broyden, IFT")
+
+
+def evaluations_to(numbers, block, names):
+    """Of the fewest by any of them: a residual of 1e-2 / 1e-3 / 1e-4."""
+    cells = []
+    for target in (1e-2, 1e-3, 1e-4):
+        found = [numbers.by_size(f"residual, {block}", name, "residual") for name in names]
+        reached = [k for sizes in found for k, size in sizes.items() if size <= target]
+        cells.append(str(min(reached)) if reached else "-")
+    return " / ".join(cells)
+
+
+def least(numbers, benchmark, names, quantity, accepted=None):
+    """By any of them, at a size that is accepted; None if there is none."""
+    found = [
+        (value, name)
+        for name in names
+        for size, value in numbers.by_size(benchmark, name, quantity).items()
+        if accepted is None or accepted(name, size)
+    ]
+    return min(found, default=None)
+
+
+def over(ours, theirs):
+    if ours is None or theirs is None:
+        return "not reached by " + ("either" if ours is theirs else "ours" if ours is None else "torchdeq")
+    return f"{ours[0] / theirs[0]:.2f}"
+
+
+def convergence(numbers):
+    rows = []
+    for label, names in (
+        ("ours, tuned", ["ours, tuned"]),
+        ("ours, the paper's beta .8", ["ours, beta .8"]),
+        ("ours, the paper's beta .5", ["ours, beta .5"]),
+        ("torchdeq's Anderson, tuned or as it is", ANDERSON),
+        ("torchdeq's Broyden", ["Broyden"]),
+    ):
+        rows.append([label, *(evaluations_to(numbers, block, names) for block in FOUR)])
+    for quantity, label in (("seconds", "time"), ("bytes", "memory")):
+        cells = []
+        for block in FOUR:
+            benchmarks = [f"residual {target}, {block}" for target in ("1e-2", "1e-3", "1e-4")]
+            pairs = [
+                (least(numbers, b, ["ours, tuned"], quantity), least(numbers, b, ANDERSON, quantity))
+                for b in benchmarks
+            ]
+            cells.append(" / ".join("-" if None in pair else over(*pair) for pair in pairs))
+        rows.append([f"{label} of ours, tuned, over Anderson's", *cells])
+    return markdown(["evaluations to a residual of 1e-2 / 1e-3 / 1e-4", *FOUR], rows)
+
+
+def implicit(numbers):
+    """To the same distance from the fixed point's gradient."""
+    rows = []
+    for target in ("3e-2", "1e-2", "1e-3"):
+        for label, ours in (("implicit", "ours, tuned, implicit"), ("exact", "ours, tuned, exact")):
+            cells = []
+            for block in FOUR:
+                benchmark = f"gradient, {block}"
+
+                def near(name, size, benchmark=benchmark, target=float(target)):
+                    return numbers.by_size(benchmark, name, "distance")[size] <= target
+
+                mine, theirs = (least(numbers, benchmark, names, "seconds", near) for names in ([ours], IMPLICIT))
+                cells.append(over(mine, theirs))
+            rows.append([f"time to {target}, gradient={label!r}", *cells])
+    for label, ours in (("implicit", "ours, tuned, implicit"), ("exact", "ours, tuned, exact")):
+        cells = [
+            over(*(least(numbers, f"gradient, {block}", names, "bytes") for names in ([ours], IMPLICIT)))
+            for block in FOUR
+        ]
+        rows.append([f"memory, gradient={label!r}", *cells])
+    return markdown(["ours, tuned, over the best of torchdeq's with IFT", *FOUR], rows)
+
+
+def dial(numbers, n=8):
+    rows = []
+    for label, provider in (
+        *((f"`keep={k}`", f"keep {k}") for k in (0, 2, 4, 8, 12, 16)),
+        ("`torch.utils.checkpoint`", "checkpoint"),
+        ("torchdeq (Anderson, IFT), another gradient", "torchdeq Anderson, IFT"),
+        ('`gradient="implicit"`, of that kind', "implicit"),
+    ):
+        cells = []
+        for block in BLOCKS:
+            slower = numbers.median(f"dial, {block}", provider, n, "time over stored graph")
+            cells += [f"{slower:.2f}", f"{numbers.ratio(f'dial, {block}', provider, 'stored graph', n, 'bytes'):.2f}"]
+        rows.append([label, *cells])
+    header = [f"{block}: {what}" for block in BLOCKS for what in ("time", "memory")]
+    return markdown([f"over the stored graph, N = {n}", *header], rows)
+
+
+TABLES = {
+    "machine": machine,
+    "half-step": half_step,
+    "whole-step": whole_step,
+    "reversal": reversal,
+    "convergence": convergence,
+    "implicit": implicit,
+    "dial": dial,
+}
 
 
 def filled(text, numbers):

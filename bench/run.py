@@ -1,7 +1,7 @@
 """Every benchmark, into bench/results/<device>/: one table (results.csv), plots, and the machine they were made on.
 
 make bench                 # all of it: under ten minutes on two cores
-make bench ONLY=update     # one of update, step, breakdown, predict
+make bench ONLY=update     # one of update, step, breakdown, predict, convergence, dial
 make bench QUICK=1         # a minute, into a table of its own (quick.csv)
 """
 
@@ -34,6 +34,8 @@ PARTS = {
     "step": [str(HERE / "step.py")],
     "breakdown": [str(HERE / "breakdown.py")],
     "predict": [str(HERE / "predict.py")],
+    "convergence": [str(HERE / "convergence.py")],
+    "dial": [str(HERE / "dial.py")],
 }
 
 BENCHMARKS = {
@@ -41,6 +43,8 @@ BENCHMARKS = {
     "step": ("step, ", "tolerance, "),
     "breakdown": ("breakdown, ", "own time of a half-step, ", "own time once, "),
     "predict": ("predicted ",),
+    "convergence": ("residual", "gradient, "),
+    "dial": ("dial, ",),
 }
 """How the names of a part's benchmarks begin."""
 

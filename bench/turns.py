@@ -3,41 +3,56 @@
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from revdeq import _device
 
 DEVICE = _device.devices()[0]
 Run = Callable[[], Any]
+Name = TypeVar("Name")
 
 
 def take_turns(
-    providers: dict[str, Run], budget: float, least: float = 1e-3, rounds: tuple[int, int] = (5, 25)
-) -> dict[str, list[float]]:
+    providers: dict[Name, Run],
+    budget: float,
+    least: float = 1e-3,
+    rounds: tuple[int, int] = (5, 25),
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Name, list[float]]:
     """Seconds per call of each, round by round. A turn takes at least `least` seconds, and there are as many rounds
     as `budget` seconds allow, within their limits. What takes longer than that needs no warm-up."""
-    once = {name: _seconds(run) for name, run in providers.items()}
+    once = {name: _seconds(run, clock) for name, run in providers.items()}
     for name, run in providers.items():
-        if once[name] < 0.1:  # the first call was a warm-up
-            once[name] = min(_seconds(run) for _ in range(3))
+        if once[name] < 100 * least:  # the first call was a warm-up
+            once[name] = min(_seconds(run, clock) for _ in range(3))
     calls = {name: max(1, round(least / seconds)) for name, seconds in once.items()}
     expected = sum(calls[name] * once[name] for name in providers)
-    times: dict[str, list[float]] = {name: [once[name]] if expected > budget else [] for name in providers}
+    times: dict[Name, list[float]] = {name: [once[name]] if expected > budget else [] for name in providers}
     left = max(rounds[0], min(rounds[1], int(budget / expected))) - (expected > budget)
     for _ in range(left):
         for name, run in providers.items():
-            times[name].append(_seconds(run, calls[name]))
+            times[name].append(_seconds(run, clock, calls[name]))
     return times
 
 
-def _seconds(run: Run, calls: int = 1) -> float:
+def one_thread() -> Callable[[], float]:
+    """From now on. And a clock for it: where all is computed by the processor, its own time, which does not run while
+    others use it."""
+    torch.set_num_threads(1)
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)  # as in step.py
+    return time.process_time if DEVICE.type == "cpu" else time.perf_counter
+
+
+def _seconds(run: Run, clock: Callable[[], float], calls: int = 1) -> float:
     """Per call; on a GPU, until its queue is empty."""
     _device.synchronize(DEVICE)
-    start = time.perf_counter()
+    start = clock()
     for _ in range(calls):
         run()
     _device.synchronize(DEVICE)
-    return (time.perf_counter() - start) / calls
+    return (clock() - start) / calls
 
 
 def ratio(slower: list[float], faster: list[float]) -> float:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import run
+import torch
 from compare import verdict
-from readme import RESULTS, filled, markdown
+from readme import RESULTS, Numbers, filled, least, markdown, over
 from table import Row, Table, percentiles, read, write
 from turns import ratio, take_turns
 
@@ -86,6 +87,44 @@ def test_providers_take_turns():
     assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
     assert len(take_turns(runs, 0.0, rounds=(3, 3))["a"]) == 3  # the first calls count
     assert ratio([2.0, 9.0, 4.0], [1.0, 1.0, 2.0]) == 2.0
+
+
+def test_the_gradient_that_others_are_compared_with():
+    convergence = pytest.importorskip("convergence", reason="torchdeq is not installed", exc_type=ImportError)
+    torch.manual_seed(0)
+
+    class Affine(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(0.2 * torch.randn(6, 6, dtype=torch.float64))
+
+        def forward(self, z, x):
+            return z @ self.weight.T + x
+
+    f, x, seed = Affine(), torch.randn(3, 6), torch.randn(3, 6)
+    inverse = torch.linalg.inv(torch.eye(6, dtype=torch.float64) - f.weight.detach())
+    expected = (seed.double() @ inverse).T @ (x.double() @ inverse.T)
+    (found,) = convergence.fixed_points_gradient(f, x, seed, 0.9, 0.9)
+    assert convergence.worst([found], [expected]) < 1e-8  # the residual is 1e-10
+    assert convergence.worst([expected, 1.5 * expected], [expected, expected]) == pytest.approx(0.5)
+    with pytest.raises(ArithmeticError, match="no fixed point was reached"):
+        convergence.settled(lambda z: 1 + z, torch.ones(2), 0.9, 1.0)
+
+
+def test_the_least_time_to_a_distance(tmp_path):
+    rows = [
+        row(t, t, t, benchmark="gradient, b", provider=name, size=k)
+        for name, k, t in (("ours", 8, 1.0), ("ours", 16, 2.0), ("a", 8, 3.0), ("b", 8, 4.0))
+    ]
+    write(tmp_path / "results.csv", rows)
+    (tmp_path / "machine.json").write_text("{}")
+    numbers = Numbers(tmp_path)
+    ours = least(numbers, "gradient, b", ["ours"], "seconds", lambda name, size: size >= 16)
+    theirs = least(numbers, "gradient, b", ["a", "b", "c"], "seconds")
+    assert (ours, theirs) == ((2.0, "ours"), (3.0, "a"))
+    assert over(ours, theirs) == "0.67"
+    assert over(None, theirs) == "not reached by ours"
+    assert over(None, least(numbers, "gradient, b", ["c"], "seconds")) == "not reached by either"
 
 
 def test_numbers_are_filled_in_between_their_marks():

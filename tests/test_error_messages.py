@@ -82,6 +82,37 @@ def reentrant_checkpoint():
     revdeq.solve(lambda z: torch.utils.checkpoint.checkpoint(linear, z, use_reentrant=True), Z)
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def hook_past_modes():
+    weight = torch.ones(3, requires_grad=True)
+    weight.register_hook(lambda g: None)
+    revdeq.solve(lambda z: half(z) + Doubled.apply(weight), Z).z.sum().backward()
+
+
+def hook_inside_f():
+    def f(z, x):
+        x.register_hook(lambda g: None)
+        return half(z) + x
+
+    revdeq.solve(f, Z, torch.ones(3, requires_grad=True))
+
+
+def backward_hook_between():
+    linear = nn.Linear(3, 3)
+    z = revdeq.solve(linear, Z).z
+    linear.register_full_backward_hook(lambda *args: None)
+    z.sum().backward()
+
+
 def solving(f=half, z0=Z, *args, **settings):
     return lambda: revdeq.solve(f, z0, *args, **settings)
 
@@ -165,6 +196,16 @@ SOLVE = [
     ("f contains a reentrant checkpoint", reentrant_checkpoint, RuntimeError,
      "f contains torch.utils.checkpoint with use_reentrant=True, which keeps the gradients of what is inside from the "
      "solver: use checkpoint(..., use_reentrant=False)"),
+    ("a hook on what a custom function takes", hook_past_modes, RuntimeError,
+     "f gives a tensor with a hook (register_hook, retain_grad) to a custom autograd function or to torch.func.vmap, "
+     "where the solver cannot put another in its place, and the hook would run at every evaluation instead of once, on "
+     "the whole gradient: pass this tensor to f through `args`, or make f a module that holds it, or remove the hook"),
+    ("f registers a hook", hook_inside_f, RuntimeError,
+     "f registers a hook on a tensor of shape (3,) that is given to it or that it closes over, and would register "
+     "another one at every evaluation: register it before the solve, where it sees the whole gradient, once"),
+    ("a backward hook after the solve", backward_hook_between, RuntimeError,
+     "backward hooks on modules in f were added or removed after the solve, and they can change its gradient, in which "
+     "f is evaluated again: add them before the solve, and remove them after its backward pass"),
     ("a layer of nothing", lambda: revdeq.RevDEQ(half)(None), TypeError,
      "x is of type NoneType: where it is not a tensor, pass z0, the state to start from"),
     ("f returns another shape", solving(lambda z: z[:2]), ValueError,

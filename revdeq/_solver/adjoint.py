@@ -13,7 +13,7 @@ alive at a time.
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +127,19 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
     return Outcome(y, z, y_copy, z_copy, [h.spilled for h in (*relax_y, *relax_z)])
 
 
+def outside_inference_mode(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Around a backward pass: where it was started in inference mode, f would have no graph."""
+
+    @functools.wraps(backward)
+    def run(*args: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return backward(*args)
+        with torch.inference_mode(False), torch.no_grad():
+            return backward(*args)
+
+    return run
+
+
 class Reversible(torch.autograd.Function):
     """The outcome of an iteration as a function of the initial state and of f's inputs: the last y, then the
     last z. It is only now, when f has been evaluated, that all of its inputs are known."""
@@ -141,6 +154,7 @@ class Reversible(torch.autograd.Function):
         return (*outcome.y_copy, *outcome.z_copy)
 
     @staticmethod
+    @outside_inference_mode
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_unsupported(grads)
         if ctx.spent:

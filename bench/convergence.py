@@ -1,0 +1,270 @@
+"""How fast the fixed point is reached, and its gradient: ours, tuned and with the paper's beta, against torchdeq's.
+
+    python bench/convergence.py
+
+residual: how large ‖f(z) - z‖ / ‖z‖ is after so many evaluations of f, and what a solve without a gradient takes, in
+evaluations, time and memory, to reach 1e-2, 1e-3 and 1e-4.
+gradient: how far the gradient of the worst parameter is from that of the fixed point, relative, in the 2-norm, and what
+a forward and a backward pass take. The fixed point and its gradient are computed once, in float64, to 1e-10.
+
+Both sides are tuned, with the same number of solves and by the same residual: ours by `revdeq.tune`, Anderson
+acceleration by its history, regularisation and damping. "as it is" stands for torchdeq's own settings. All on one
+thread, and in turns. The blocks are the paper's, with random weights, and two that the presets have trained.
+"""
+
+import copy
+import functools
+import itertools
+import math
+import time
+import warnings
+
+import torch
+from step import problem
+from table import options
+from torchdeq import get_deq
+from torchdeq.solver import get_solver, register_solver
+from torchdeq.solver.anderson import anderson_solver
+from tqdm import tqdm
+from trained import available, trained
+from turns import one_thread, take_turns
+
+import revdeq
+from revdeq._device import peak_memory
+
+BLOCKS = ("conv block", "transformer block")
+TARGETS = {"1e-2": 1e-2, "1e-3": 1e-3, "1e-4": 1e-4}
+MOST = 60
+"""Evaluations up to which residuals are followed."""
+TUNED_AT = 24
+"""Evaluations after which both sides are tuned to have a small residual."""
+HISTORIES, REGULARISATIONS, DAMPINGS = (3, 4, 5, 6, 8, 10), (1e-4, 1e-8), (0.8, 1.0)
+"""Of Anderson acceleration: as many settings as `revdeq.tune` tries."""
+SETTLED, LONGEST = 1e-10, 3000
+FINE, COARSE = (*range(8, 29, 2), 32, 40), (16, 32)
+"""Evaluations of a forward pass. As many products solve the adjoint equation."""
+PROVIDERS = {
+    "ours, tuned, implicit": FINE,
+    "ours, tuned, exact": (8, 16, 24, 32),
+    "ours, beta .5, implicit": (32,),
+    "ours, beta .8, implicit": COARSE,
+    "ours, beta .5, exact": (32,),
+    "ours, beta .8, exact": COARSE,
+    "Anderson, IFT": FINE,
+    "Anderson as it is, IFT": (12, 16, 20, 24, 32),
+    "Broyden, IFT": (16, 24),
+    "Anderson, phantom": (16,),
+}
+QUICK = {"ours, tuned, implicit": (16,), "Anderson, IFT": (16,)}
+MEMORY_AT = 24
+"""Evaluations at which the memory is measured, or the next. Of ours it does not depend on them, nor of Anderson's."""
+
+
+class Problem:
+    """A block with its input, the gradient to go back from, and the settings of both sides."""
+
+    def __init__(self, block, batch=None):
+        if block in BLOCKS:
+            self.f, x, self.seed = problem(block, batch)
+        else:
+            self.f, x = trained(block)
+            self.seed = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+        self.x, self.parameters = x.detach(), list(self.f.parameters())
+        tuning = revdeq.tune(self.f, torch.zeros_like(x), self.x, beta=0.8, max_steps=TUNED_AT // 2)
+        self.pair = {"beta": tuning.beta, "gamma": tuning.gamma}
+        settings = itertools.product(HISTORIES, REGULARISATIONS, DAMPINGS)
+        self.anderson = min(
+            (dict(zip(("m", "lam", "tau"), values, strict=True)) for values in settings),
+            key=lambda chosen: self.residual(self.solvers(chosen)["Anderson"](TUNED_AT)),
+        )
+        register_solver("tuned", functools.partial(anderson_solver, **self.anderson))
+
+    def at(self, z):
+        return self.f(z, self.x)
+
+    @torch.no_grad()
+    def residual(self, z):
+        return relative(self.at(z), z)
+
+    def _pair(self, name):
+        return self.pair if "tuned" in name else {"beta": 0.5 if "beta .5" in name else 0.8}
+
+    def solvers(self, anderson=None):
+        """Solves without a gradient, by the number of evaluations."""
+        anderson = self.anderson if anderson is None else anderson
+
+        def ours(name, k):
+            with torch.no_grad():
+                return revdeq.solve(self.f, torch.zeros_like(self.x), self.x, max_steps=k // 2, **self._pair(name)).z
+
+        def torchdeqs(name, k, **settings):
+            iterations = k - 1 if name == "broyden" else k  # it evaluates f once before them
+            with torch.no_grad():
+                return get_solver(name)(
+                    self.at, torch.zeros_like(self.x), max_iter=iterations, tol=0.0, stop_mode="rel", **settings
+                )[0]
+
+        return {
+            **{name: functools.partial(ours, name) for name in ("ours, tuned", "ours, beta .5", "ours, beta .8")},
+            "Anderson": functools.partial(torchdeqs, "anderson", **anderson),
+            "Anderson as it is": functools.partial(torchdeqs, "anderson"),
+            "Broyden": functools.partial(torchdeqs, "broyden"),
+        }
+
+    def gradient(self, provider, k):
+        """Of the parameters, by a forward and a backward pass."""
+        name, *_, kind = provider.split(", ")
+        z0 = torch.zeros_like(self.x)
+        if name == "ours":
+            z = revdeq.solve(self.f, z0, self.x, max_steps=k // 2, gradient=kind, **self._pair(provider)).z
+        else:
+            solver = {"Anderson": "tuned", "Anderson as it is": "anderson", "Broyden": "broyden"}[name]
+            # By a hook the gradient takes less time and memory than by torchdeq's default.
+            how = "grad" if kind == "phantom" else "ift" if name.endswith("as it is") else "hook_ift"
+            deq = get_deq(
+                f_solver=solver, b_solver=solver, f_max_iter=k, b_max_iter=k, f_tol=0.0, b_tol=0.0,
+                f_stop_mode="rel", b_stop_mode="rel", **{how: 1},
+            )  # fmt: skip
+            z = deq.train()(self.at, z0)[0][-1]
+        return torch.autograd.grad(z, self.parameters, self.seed)
+
+    @torch.no_grad()
+    def residuals(self, name):
+        """By the number of evaluations, until the smallest target is reached."""
+        if name.startswith("ours"):
+            found = self._along(**self._pair(name))
+        else:
+            settings = self.anderson if name == "Anderson" else {}
+            found = self._along_torchdeqs("broyden" if name == "Broyden" else "anderson", **settings)
+        reached = next((k for k, size in found.items() if size <= min(TARGETS.values())), MOST)
+        return {k: size for k, size in found.items() if k <= reached}
+
+    def _along(self, **pair):
+        """The state after k evaluations is what the next one reads, where k is even."""
+        sizes = []
+
+        def f(z, x):
+            out = self.f(z, x)
+            sizes.append(relative(out, z))
+            return out
+
+        revdeq.solve(f, torch.zeros_like(self.x), self.x, max_steps=MOST // 2 + 1, **pair)
+        return {k: sizes[k] for k in range(2, MOST + 1, 2)}
+
+    def _along_torchdeqs(self, solver, **settings):
+        calls = 0
+
+        def f(z):
+            nonlocal calls
+            calls += 1
+            return self.at(z)
+
+        z0 = torch.zeros_like(self.x)
+        steps = {"max_iter": MOST, "indexing": range(1, MOST + 2)}
+        _, states, _ = get_solver(solver)(f, z0, tol=0.0, stop_mode="rel", **steps, **settings)
+        first = calls - len(states) + 1  # an evaluation each
+        return {k: self.residual(z) for k, z in enumerate(states, first)}
+
+
+def fixed_points_gradient(f, x, seed, beta, gamma):
+    """Of f's parameters, by the same iteration in plain operations, in float64."""
+    f, x, seed = copy.deepcopy(f).double(), x.double(), seed.double()
+    with torch.no_grad():
+        z = settled(lambda z: f(z, x), torch.zeros_like(x), beta, gamma)
+    z.requires_grad_()
+    out = f(z, x)
+    u = settled(lambda u: torch.autograd.grad(out, z, u, retain_graph=True)[0] + seed, seed, beta, gamma)
+    return torch.autograd.grad(out, list(f.parameters()), u)
+
+
+def settled(function, start, beta, gamma):
+    """The fixed point. What does not converge is tried again with smaller steps."""
+    for pair in ((beta, gamma), (0.9, gamma / 2), (0.9, gamma / 4)):
+        b, g = pair
+        before = now = start
+        for _ in range(LONGEST):
+            out = function(now)
+            size = ((out - now).norm() / now.norm().clamp(min=1e-300)).item()
+            if size <= SETTLED:
+                return out
+            if not math.isfinite(size):
+                break
+            before, now = now, (1 - b) * before + b * ((1 - g) * now + g * out)
+    raise ArithmeticError(f"no fixed point was reached: the residual is {size:.1e}")
+
+
+def relative(out, z):
+    """The residual."""
+    return ((out.double() - z.double()).norm() / z.double().norm()).item()
+
+
+def worst(gradients, expected):
+    return max(((g.double() - e).norm() / e.norm()).item() for g, e in zip(gradients, expected, strict=True))
+
+
+def measure_residuals(given, block, add, quick, clock):
+    """What solves without a gradient take."""
+    needed = {}
+    for name in given.solvers():
+        found = given.residuals(name)
+        for k, size in found.items():
+            add(f"residual, {block}", name, k, "residual", [size])
+        for label, target in TARGETS.items():
+            k = next((k for k, size in found.items() if size <= target), None)
+            if k is not None:
+                needed[name, label] = k
+    solvers = given.solvers()
+    runs = {key: functools.partial(solvers[key[0]], k) for key, k in needed.items()}
+    times = take_turns(runs, 1.0 if quick else 4.0, least=1e-4, rounds=(3, 15), clock=clock)
+    for (name, label), k in needed.items():
+        add(f"residual {label}, {block}", name, k, "seconds", times[name, label])
+        if not quick:
+            add(f"residual {label}, {block}", name, k, "bytes", [peak_memory(runs[name, label])])
+    print(f"\n{block}: tuned {given.pair}, Anderson {given.anderson}")
+    print(f"  {'':24}" + "".join(f"{f'evaluations, ms to {label}':>28}" for label in TARGETS))
+    for name in solvers:
+        cells = [
+            f"{needed[name, label]:17}{min(times[name, label]) * 1e3:8.1f} ms" if (name, label) in needed else "-"
+            for label in TARGETS
+        ]
+        print(f"  {name:24}" + "".join(f"{cell:>28}" for cell in cells), flush=True)
+
+
+def measure_gradients(given, block, add, quick, clock):
+    """What a forward and a backward pass take, and how good their gradient is."""
+    expected = fixed_points_gradient(given.f, given.x, given.seed, **given.pair)
+    cases = [(name, k) for name, ks in (QUICK if quick else PROVIDERS).items() for k in ks]
+    distances = {}
+    for name, k in tqdm(cases, desc=block, leave=False, disable=None):
+        distances[name, k] = worst(given.gradient(name, k), expected)
+    runs = {case: functools.partial(given.gradient, *case) for case in cases}
+    times = take_turns(runs, 2.0 if quick else 10.0, least=1e-4, rounds=(3, 6), clock=clock)
+    memory = {}
+    for name, ks in (QUICK if quick else PROVIDERS).items():
+        k = next((k for k in ks if k >= MEMORY_AT), ks[-1])
+        memory[name] = peak_memory(runs[name, k])
+        add(f"gradient, {block}", name, k, "bytes", [memory[name]])
+    print(f"\n  {'':26}{'evaluations':>12}{'time':>12}{'distance':>12}{'memory':>12}")
+    for name, k in cases:
+        add(f"gradient, {block}", name, k, "distance", [distances[name, k]])
+        add(f"gradient, {block}", name, k, "seconds", times[name, k])
+        took = f"{min(times[name, k]) * 1e3:9.1f} ms"
+        print(f"  {name:26}{k:12}{took:>12}{distances[name, k]:12.1e}{memory[name] / 2**20:8.1f} MiB", flush=True)
+
+
+def main():
+    table, quick = options(__doc__, "one block, two solvers, few rounds")
+    warnings.simplefilter("ignore", revdeq.ReconstructionWarning)
+    clock = one_thread()
+    blocks = ["conv block"] if quick else [*BLOCKS, *available()]
+    for block in blocks:
+        given = Problem(block, 2 if quick else None)
+        add = table.add if table else lambda *row: None
+        measure_residuals(given, block, add, quick, clock)
+        measure_gradients(given, block, add, quick, clock)
+
+
+if __name__ == "__main__":
+    start = time.perf_counter()
+    main()
+    print(f"\n{time.perf_counter() - start:.0f} s")

@@ -1,0 +1,42 @@
+"""Blocks as the presets for two cores train them, with what they see of real data.
+
+They are trained once, for some minutes, with the data in REVDEQ_DATA, and kept in runs/bench.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+from revdeq.training import run
+from revdeq.training.presets import configured
+
+RUNS = Path(__file__).parent.parent / "runs" / "bench"
+UPDATES = 300
+PRESETS = {"trained conv block": "cifar10-tiny", "trained transformer block": "wikitext2-tiny"}
+EXAMPLES = {"trained conv block": 32, "trained transformer block": 8}
+SCALE = 2
+"""Of the four of the image model: 32 channels, 8 by 8 pixels, two steps in training."""
+
+
+def available() -> list[str]:
+    if os.environ.get("REVDEQ_DATA"):
+        return list(PRESETS)
+    print("the trained blocks are left out: set REVDEQ_DATA to a folder with CIFAR-10 and WikiText-2")
+    return []
+
+
+def trained(block: str) -> tuple[torch.nn.Module, torch.Tensor]:
+    """f, in evaluation mode, and its x for validation data."""
+    data, out = Path(os.environ["REVDEQ_DATA"]), RUNS / PRESETS[block]
+    if not (out / "last.pt").exists():
+        run.train(configured(PRESETS[block], {"updates": UPDATES}), data, out, device="cpu")
+    found = run.restored(out / "last.pt", data)
+    model = found.model.eval()
+    equilibrium = model.scales[SCALE] if hasattr(model, "scales") else model.equilibrium
+    seen: list[torch.Tensor] = []
+    hook = equilibrium.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        model(next(iter(found.dataset.evaluation("valid", EXAMPLES[block]))).inputs)
+    hook.remove()
+    return equilibrium.f, seen[0].clone()
