@@ -417,7 +417,7 @@ KERNELS = [
     ("an adjoint in another layout", invert_adjoint(torch.zeros(3, 2).t(), torch.zeros(2, 3)), ValueError,
      "adjoint has strides (1, 2): it must be laid out like state, (3, 1)"),
     ("an unknown backend", forced("cuda"), ValueError,
-     "backend(name) is 'cuda': expected one of 'triton', 'cpu', 'reference'"),
+     "backend(name) is 'cuda': expected one of 'triton', 'cpu', …'reference'"),
     ("no compiler", forced("cpu", missing=True), RuntimeError,
      "backend 'cpu' is forced, but the C kernel was not built: install a C compiler and reinstall revdeq"),
     ("another library", forced("cpu", missing=True, trouble="no symbol"), RuntimeError,
