@@ -162,13 +162,13 @@ def _contents() -> str:
     lines = []
     for name in MODULES:
         links = [
-            f"[{entry.name}](#{_anchor(f'{name}.{entry.name}')})" for entry in public(importlib.import_module(name))
+            f"[{entry.name}](#{anchor(f'{name}.{entry.name}')})" for entry in public(importlib.import_module(name))
         ]
-        lines.append(f"- [{name}](#{_anchor(name)}): {', '.join(links)}")
-    return "\n".join([*lines, f"- [Examples](#{_anchor('Examples')})", ""])
+        lines.append(f"- [{name}](#{anchor(name)}): {', '.join(links)}")
+    return "\n".join([*lines, f"- [Examples](#{anchor('Examples')})", ""])
 
 
-def _anchor(heading: str) -> str:
+def anchor(heading: str) -> str:
     """As GitHub makes it."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 

@@ -162,6 +162,14 @@ def test_links_lead_somewhere(path):
         assert (path.parent / target).exists(), target
 
 
+def test_the_contents_of_the_page_lead_to_its_headings():
+    text = make_api.PAGE.read_text(encoding="utf-8")
+    headings = [make_api.anchor(line.lstrip("# ")) for line in text.splitlines() if line.startswith("##")]
+    links = re.findall(r"\]\(#([^)]*)\)", text)
+    assert len(links) > 50 and set(links) <= set(headings)
+    assert len(set(headings)) == len(headings)
+
+
 FOLDERS = ("revdeq", "kernels", "tests", "bench", "docs")
 
 
