@@ -153,7 +153,7 @@ def page() -> str:
             parts += _rendered(entry, f"{name}.{entry.name}", "###")
             if isinstance(entry.thing, type):
                 for member in members(entry.thing):
-                    parts += _rendered(member, member.name, "####")
+                    parts += _rendered(member, f"{name}.{member.name}", "####")
     parts.append(_examples())
     return "\n".join(parts)
 
