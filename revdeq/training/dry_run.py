@@ -135,7 +135,7 @@ def _counted(model: nn.Module, inputs: Tensor, targets: Tensor) -> Count:
 @contextmanager
 def _replaced(forward: Callable[..., Tensor]) -> Iterator[None]:
     before = Equilibrium.forward
-    Equilibrium.forward = forward  # type: ignore[method-assign, assignment]
+    Equilibrium.forward = forward  # type: ignore[method-assign]
     try:
         yield
     finally:
