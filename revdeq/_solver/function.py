@@ -26,6 +26,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from ..kernels.half_step import DTYPES
 from .context import Draw, Settings
 from .inputs import Inputs, Search, State, Substitution, alias
 from .sharded import Shards
@@ -33,8 +34,6 @@ from .stateful import BackwardHooks, Buffers, modules_of
 
 Evaluation = tuple[State, State]
 """The leaves at which f was evaluated, and its outputs."""
-
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Function:

@@ -11,10 +11,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-from ..kernels.half_step import Coefficients
+from ..kernels.half_step import DTYPES, Coefficients
 from .adjoint import NORM_FLOOR, Iteration, Outcome, Reversible, iterate
 from .deferred import settle
-from .function import DTYPES, Function
+from .function import Function
 from .implicit import Adjoint, Implicit
 from .inputs import CarriedOver
 from .monitor import Monitor, call_site
