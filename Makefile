@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test demo bench lint mutants clean
+.PHONY: test demo bench lint docs mutants clean
 
 # Two processes of one thread each: threads that wait for each other spin, and would slow both down.
 test: .venv/installed
@@ -20,6 +20,9 @@ lint: .venv/installed
 	rm -rf .venv/types && mkdir -p .venv/types/revdeq
 	ln -s $(CURDIR)/revdeq/* .venv/types/revdeq && ln -s $(CURDIR)/kernels .venv/types/revdeq/kernels
 	cd .venv/types && ../bin/mypy --config-file $(CURDIR)/pyproject.toml -p revdeq
+
+docs: .venv/installed
+	$(BIN)/python docs/make_api.py
 
 mutants: .venv/installed
 	$(BIN)/python tests/tools/mutants

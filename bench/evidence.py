@@ -22,6 +22,7 @@ goes on where it was when this is called again.
 import argparse
 import csv
 import dataclasses
+import functools
 import itertools
 import os
 import platform
@@ -134,11 +135,17 @@ def puzzle_variants(name):
 
 
 def prefix_variants():
-    return puzzle_variants("prefix-tiny")
+    (label, _), *others = puzzle_variants("prefix-tiny")
+    yield label, {}
+    yield f"{label}, always from z = 0", {"noise": 0.0}
+    yield from others
 
 
 def maze_variants():
-    return puzzle_variants("maze-tiny")
+    (label, _), *others = puzzle_variants("maze-tiny")
+    yield label, {}
+    yield f"{label}, random paths in training", {"longest_of": 1}
+    yield from others
 
 
 STUDIES = {
@@ -161,6 +168,14 @@ STUDIES = {
         size="cells", sizes=(4, 6, 8, 12), depths=(4, 8, 16, 32, 64, 128),
     ),
 }  # fmt: skip
+
+
+@functools.cache
+def variants(name):
+    """Of a study: labels, each with the settings that make it. To find equal sizes takes a second."""
+    return tuple(STUDIES[name].variants())
+
+
 PROBED = 200
 """Puzzles of each size that a model is evaluated on."""
 
@@ -212,7 +227,7 @@ def tasks(names, seeds, updates, rows):
     for seed in range(seeds):
         for name in names:
             study = STUDIES[name]
-            for label, changes in study.variants():
+            for label, changes in variants(name):
                 known = Task(name, label, changes, 0, seed, updates or study.updates)
                 rates = study.rates or (PRESETS[study.preset].training.lr,)
                 if seed >= study.seeds:

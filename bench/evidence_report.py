@@ -4,7 +4,7 @@ import collections
 import json
 import statistics
 
-from evidence import EDITION, STUDIES, Task, table
+from evidence import EDITION, STUDIES, Task, table, variants
 
 MADE = "<!-- From here on made of runs.csv by python bench/evidence.py --report -->"
 
@@ -17,13 +17,13 @@ def problems(rows, curves, probes):
     ).items():
         if count > 1:
             found.append(f"{', '.join(columns)} has {count} rows: keep one run of it")
-    variants = {name: dict(study.variants()) for name, study in STUDIES.items()}
+    known = {name: dict(variants(name)) for name in STUDIES}
     for row in rows:
         name = row["run"]
         if row["edition"] != str(EDITION):
             found.append(f"{name} is stale: of edition {row['edition']}, this is {EDITION}")
             continue
-        changes = variants.get(row["study"], {}).get(row["label"])
+        changes = known.get(row["study"], {}).get(row["label"])
         if changes is None:
             found.append(f"{name} is stale: there is no such variant any more")
             continue
@@ -36,8 +36,8 @@ def problems(rows, curves, probes):
             found.append(f"{name} is spliced: its curve goes back in time")
         if not curve or updates[-1] != int(row["updates"]) or curve[-1]["metric"] != row["validation"]:
             found.append(f"{name} is spliced: its curve does not end where its row does")
-    known = {row["run"] for row in rows}
-    for name in {made["run"] for made in [*curves, *probes]} - known:
+    names = {row["run"] for row in rows}
+    for name in {made["run"] for made in [*curves, *probes]} - names:
         found.append(f"{name} has no row: its curve or its probes are left over")
     return found
 
@@ -75,7 +75,7 @@ def report(results, runs=None):
         raise SystemExit("\n".join(["the tables cannot be reported as they are:", *sorted(found)]))
     lines = [MADE, "", "± is the deviation between seeds.", ""]
     for name, study in STUDIES.items():
-        order = [label for label, _ in study.variants()]
+        order = [label for label, _ in variants(name)]
         ours = sorted((row for row in rows if row["study"] == name), key=lambda row: order.index(row["label"]))
         if not ours:
             continue
@@ -118,11 +118,15 @@ def solved(group, probes, size, depth):
     ]
 
 
+def sized(study, size):
+    return f"{size} x {size} cells" if study.size == "cells" else f"{size} {study.size}"
+
+
 def puzzle_lines(name, ours, probes, memory):
     study = STUDIES[name]
-    yield f"Solved, of {study.size}: the mean over seeds, and where they differ, the smallest and the largest."
+    yield "Solved puzzles of each size by the number of steps: the mean over seeds, and where they differ, the range."
     yield ""
-    yield f"| | seeds | parameters | {study.size} | {' | '.join(f'N = {depth}' for depth in study.depths)} |"
+    yield f"| | seeds | parameters | size | {' | '.join(f'N = {depth}' for depth in study.depths)} |"
     yield "|---" * (4 + len(study.depths)) + "|"
     for (label, _), group, _ in chosen(ours):
         for size in study.sizes:
@@ -131,7 +135,8 @@ def puzzle_lines(name, ours, probes, memory):
                 values = solved(group, probes, size, depth)
                 low, high = min(values), max(values)
                 cells.append(f"{statistics.mean(values):.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else ""))
-            yield f"| {label} | {len(group)} | {int(group[0]['parameters']):,} | {size} | {' | '.join(cells)} |"
+            begin = f"| {label} | {len(group)} | {int(group[0]['parameters']):,} | {sized(study, size)}"
+            yield f"{begin} | {' | '.join(cells)} |"
     for solver in ("reversible", "stored"):
         ours = {
             row["max_steps"]: int(row["bytes"]) for row in memory if (row["study"], row["solver"]) == (name, solver)
@@ -139,7 +144,7 @@ def puzzle_lines(name, ours, probes, memory):
         if ours:
             what = "the reversible solver" if solver == "reversible" else "a stored graph"
             cells = [f"{ours[str(depth)] / 2**20:.1f} MiB" for depth in study.depths]
-            yield f"| memory of an update by {what} | | | {study.sizes[0]} | {' | '.join(cells)} |"
+            yield f"| memory of an update by {what} | | | {sized(study, study.sizes[0])} | {' | '.join(cells)} |"
     yield ""
 
 
@@ -182,7 +187,7 @@ def plot_solved(left, right, study, groups, probes):
     for size in study.sizes:
         means = [statistics.mean(solved(group, probes, size, depth)) for depth in study.depths]
         trained = " (trained on)" if size == study.sizes[0] else ""
-        left.plot(study.depths, means, "o-", label=f"{size} {study.size}{trained}")
+        left.plot(study.depths, means, "o-", label=f"{sized(study, size)}{trained}")
         for depth in study.depths:
             values = solved(group, probes, size, depth)
             left.plot([depth] * len(values), values, ".", color="black", ms=3, alpha=0.5)
@@ -195,7 +200,7 @@ def plot_solved(left, right, study, groups, probes):
             "--" if group[0]["evaluations"] == "" else "o-",
             label=label,
         )
-    right.set(title=f"{size} {study.size}, all variants")
+    right.set(title=f"{sized(study, size)}, all variants")
     right.legend(fontsize=7)
     for axes in (left, right):
         axes.set_xscale("log", base=2)

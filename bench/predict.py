@@ -2,9 +2,10 @@
 
     python bench/predict.py
 
-The bytes and the float64 instructions per element are counted in the kernels' machine code, compiled for each GPU here.
-The slower of the two decides. That a kernel reaches the full bandwidth is an assumption: a copy reaches nine tenths of
-it or so. What `make bench` measures on a GPU replaces this.
+The float64 instructions per element are counted in the kernels' machine code, compiled for each GPU here, and the bytes
+are those of their budgets, which the tests compare with the machine code. The slower of the two decides. That a kernel
+reaches the full bandwidth is an assumption: a copy reaches nine tenths of it or so. What `make bench` measures on a GPU
+replaces this.
 """
 
 import sys
@@ -35,10 +36,8 @@ def per_element(kernel, target):
 
     with gpu_targets.compiling(gpu_targets.TARGETS[target]) as compiled:
         LAUNCHES[kernel]()
-    found, elements = statistics(compiled[0]), 2 * BUDGETS[kernel].rows
-    moved = sum(width * count for (_, width), count in found.accesses.items())
-    alarms = sum(BUDGETS[kernel].alarm) * elements if target.startswith("gfx") else 0  # stores that are masked off
-    return (moved - alarms) / elements, found.float64 / elements
+    found, budget = statistics(compiled[0]), BUDGETS[kernel]
+    return budget.bytes_read + budget.bytes_written, found.float64 / (2 * budget.rows_in(found))
 
 
 def main():

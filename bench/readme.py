@@ -62,7 +62,7 @@ def half_step(numbers):
     ):
         ratios = [numbers.ratio(f"{direction} half-step", provider, "fused", 2**k) for k in exponents]
         rows.append([label, *(f"{r:.1f}x" for r in ratios)])
-    return markdown(["time of others, over that of our half-step; elements:", *(f"2^{k}" for k in exponents)], rows)
+    return markdown(["slowdown relative to our fused half-step, by tensor size", *(f"2^{k}" for k in exponents)], rows)
 
 
 def whole_step(numbers, n=8):
@@ -94,7 +94,8 @@ def reversal(numbers):
         for label, provider in (("float64", "reversible"), ("exact", "reversible, exact state")):
             errors = [numbers.median(f"step, {block}", provider, n, "reversal error") for n in depths]
             rows.append([f"{block}, {label}", *("0" if e == 0 else f"{e:.0e}" for e in errors)])
-    return markdown(["error of the gradient by reversal, beta .5", *(f"N = {n}" for n in depths)], rows)
+    title = "gradient error introduced by running the solve backwards, beta .5"
+    return markdown([title, *(f"N = {n}" for n in depths)], rows)
 
 
 FOUR = ("conv block", "transformer block", "trained conv block", "trained transformer block")

@@ -112,7 +112,22 @@ _forced: ContextVar[str | None] = ContextVar("revdeq_backend", default=None)
 
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Force a backend, "triton", "cpu" or "reference", for the solves and kernels called inside."""
+    """Force a backend for the solves and kernels that are called inside of a `with` block.
+
+    Args:
+        name: "triton", "cpu" or "reference".
+
+    Returns:
+        A context manager.
+
+    Raises:
+        ValueError: There is no backend of this name.
+        RuntimeError: At the first call inside, if the backend cannot run there. The message says why and what to do.
+
+    Example:
+        >>> with revdeq.kernels.backend("reference"):
+        ...     z = revdeq.solve(f, z0, x).z
+    """
     token = _forced.set(_known(name, "backend(name)"))
     try:
         yield
@@ -121,19 +136,41 @@ def backend(name: str) -> Iterator[None]:
 
 
 def half_step_for(device: torch.device, state: str = "float64") -> type[Any]:
-    """The class of half-step, with a state that is "float64" or "exact", that runs on this device."""
-    return backend_for(device).states[state].HalfStep
+    """The class of the half-steps that run on a device: those of the backend that is forced, or of the fastest.
+
+    Args:
+        device: Where the tensors are.
+        state: "float64" or "exact".
+
+    Returns:
+        A subclass of `HalfStep`, which binds a state and its copy and steps them.
+
+    Raises:
+        RuntimeError: A backend is forced that cannot run there.
+
+    Example:
+        >>> HalfStep = revdeq.kernels.half_step_for(torch.device("cpu"))
+        >>> bound = HalfStep(torch.zeros(4).double(), torch.zeros(4))
+        >>> bound.relax(torch.ones(4), None, revdeq.kernels.Coefficients.rounded(0.5))
+        >>> bound.copy
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
+    """
+    return backend_for(device, state).states[state].HalfStep
 
 
-def backend_for(device: torch.device) -> Backend:
-    """The one that is forced, or the fastest that runs there."""
+def backend_for(device: torch.device, state: str = "float64") -> Backend:
+    """The one that is forced, or the fastest that runs there and has this state. The reference has them all."""
     name = _forced.get()
     if name is None and (setting := os.environ.get("REVDEQ_BACKEND")):
         name = _known(setting, "REVDEQ_BACKEND")
     if name is None:
-        return next(b for b in BACKENDS.values() if b.is_for(device) and b.trouble_on(device) is None)
+        having = (b for b in BACKENDS.values() if state in b.states)
+        return next(b for b in having if b.is_for(device) and b.trouble_on(device) is None)
     if trouble := BACKENDS[name].trouble_on(device):
         raise RuntimeError(f"backend {name!r} is forced, but {trouble.why}: {trouble.remedy}")
+    if state not in BACKENDS[name].states:
+        others = ", ".join(repr(b.name) for b in BACKENDS.values() if state in b.states)
+        raise RuntimeError(f"backend {name!r} is forced, but it has no {state} state: use {others}")
     return BACKENDS[name]
 
 

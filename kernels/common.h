@@ -99,15 +99,16 @@ typedef struct {
 } coefficients;
 
 /* adjoint = a adjoint + b vjp + c other. The adjoint is float64 where f reads float64 and float32 everywhere else, and
- * is computed in its own precision. `other` may be NULL, where c is 0. */
+ * is computed in its own precision. `other` is looked at only with `mix`, which is a constant wherever this is called:
+ * a condition in a loop would keep it from being vectorised. */
 INLINE void update_adjoint(void *adjoint, const void *vjp, const void *other, int64_t i, coefficients k,
-                           enum dtype copy_type) {
+                           enum dtype copy_type, const int mix) {
     if (copy_type == F64) {
         double *x = (double *)adjoint, next = k.a * x[i] + k.b * ((const double *)vjp)[i];
-        x[i] = other ? next + k.c * ((const double *)other)[i] : next;
+        x[i] = mix ? next + k.c * ((const double *)other)[i] : next;
     } else {
         float *x = (float *)adjoint, next = (float)k.a * x[i] + (float)k.b * (float)load(vjp, i, copy_type);
-        x[i] = other ? next + (float)k.c * ((const float *)other)[i] : next;
+        x[i] = mix ? next + (float)k.c * ((const float *)other)[i] : next;
     }
 }
 

@@ -13,19 +13,19 @@ typedef struct {
     int32_t copy_type;
 } half_step;
 
-/* b f + c z, where z is what f read; `read` may be NULL, where c is 0. */
+/* b f + c z, where z is what f read; it is looked at only with `mix`, which is a constant where this is called. */
 INLINE double moved_by(const void *f, const void *read, int64_t i, coefficients k, enum dtype f_type,
-                       enum dtype copy_type) {
+                       enum dtype copy_type, const int mix) {
     double moved = k.b * load(f, i, f_type);
-    return read ? moved + k.c * load(read, i, copy_type) : moved;
+    return mix ? moved + k.c * load(read, i, copy_type) : moved;
 }
 
 /* state = a state + b f + c z */
 INLINE void relax_loop(double *state, const void *f, const void *read, void *copy, int64_t n, coefficients k,
-                       enum dtype f_type, enum dtype copy_type) {
+                       enum dtype f_type, enum dtype copy_type, const int mix) {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
-        double next = k.a * state[i] + moved_by(f, read, i, k, f_type, copy_type);
+        double next = k.a * state[i] + moved_by(f, read, i, k, f_type, copy_type, mix);
         state[i] = next;
         store(copy, i, copy_type, next);
     }
@@ -35,15 +35,16 @@ CLONES static void relax_chunk(const half_step *h, const void *f, int f_type, co
                                int64_t n) {
     if (read)
         CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
-            relax_loop(h->state + from, at(f, from, F), at(read, from, C), at(h->copy, from, C), n, h->step, F, C)))
+            relax_loop(h->state + from, at(f, from, F), at(read, from, C), at(h->copy, from, C), n, h->step, F, C,
+                       1)))
     else
         CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
-            relax_loop(h->state + from, at(f, from, F), NULL, at(h->copy, from, C), n, h->step, F, C)))
+            relax_loop(h->state + from, at(f, from, F), NULL, at(h->copy, from, C), n, h->step, F, C, 0)))
 }
 
 /* The same, and each lane's sum over the rows of (next - state)^2 and of next^2. */
 INLINE void relax_norms_loop(double *state, const void *f, const void *read, void *copy, int64_t n, coefficients k,
-                             double *change, double *value, enum dtype f_type, enum dtype copy_type) {
+                             double *change, double *value, enum dtype f_type, enum dtype copy_type, const int mix) {
     memset(change, 0, LANES * sizeof *change);
     memset(value, 0, LANES * sizeof *value);
     for (int64_t row = 0; row < n; row += LANES) {
@@ -51,7 +52,7 @@ INLINE void relax_norms_loop(double *state, const void *f, const void *read, voi
 #pragma omp simd
         for (int64_t lane = 0; lane < lanes; lane++) {
             int64_t i = row + lane;
-            double next = k.a * state[i] + moved_by(f, read, i, k, f_type, copy_type);
+            double next = k.a * state[i] + moved_by(f, read, i, k, f_type, copy_type, mix);
             double step = next - state[i];
             change[lane] += step * step;
             value[lane] += next * next;
@@ -66,64 +67,70 @@ CLONES static void relax_norms_chunk(const half_step *h, const void *f, int f_ty
     if (read)
         CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
             relax_norms_loop(h->state + from, at(f, from, F), at(read, from, C), at(h->copy, from, C), n, h->step,
-                             change, value, F, C)))
+                             change, value, F, C, 1)))
     else
         CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
             relax_norms_loop(h->state + from, at(f, from, F), NULL, at(h->copy, from, C), n, h->step, change, value,
-                             F, C)))
+                             F, C, 0)))
 }
 
-/* state = (state - b f - c z) / a. The copy holds z, if it is asked for, until it receives the state. `adjoint` and
- * `other` may be NULL. */
+/* state = (state - b f - c z) / a. The copy holds z, if it is asked for, until it receives the state. `adjoint` may be
+ * NULL. */
 INLINE void invert_loop(double *state, const void *f, void *copy, void *adjoint, const void *vjp, const void *other,
-                        int64_t n, coefficients k, coefficients adjoint_k, const int mix, enum dtype f_type,
-                        enum dtype copy_type) {
+                        int64_t n, coefficients k, coefficients adjoint_k, const int mix, const int mix_adjoint,
+                        enum dtype f_type, enum dtype copy_type) {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
-        double previous = (state[i] - moved_by(f, mix ? copy : NULL, i, k, f_type, copy_type)) / k.a;
+        double previous = (state[i] - moved_by(f, copy, i, k, f_type, copy_type, mix)) / k.a;
         state[i] = previous;
         store(copy, i, copy_type, previous);
         if (adjoint)
-            update_adjoint(adjoint, vjp, other, i, adjoint_k, copy_type);
+            update_adjoint(adjoint, vjp, other, i, adjoint_k, copy_type, mix_adjoint);
     }
 }
 
 /* Calls a loop with constants for the arguments of which it has variants. */
-#define INVERT(ADJOINT, VJP, OTHER, MIX)                                                              \
+#define WIDE(C) (C == F64 ? F64 : F32)
+#define INVERT(ADJOINT, VJP, OTHER, MIX, MIX_ADJOINT)                                                 \
     CONSTANT(F, f_type, CONSTANT(C, h->copy_type,                                                     \
         invert_loop(h->state + from, at(f, from, F), at(h->copy, from, C), ADJOINT, VJP, OTHER, n,    \
-                    h->step, h->adjoint, MIX, F, C)))
-#define WIDE(C) (C == F64 ? F64 : F32)
+                    h->step, h->adjoint, MIX, MIX_ADJOINT, F, C)))
+#define INVERT_ADJOINT(OTHER, MIX, MIX_ADJOINT) \
+    INVERT(at(adjoint, from, WIDE(C)), at(vjp, from, C), OTHER, MIX, MIX_ADJOINT)
 
 CLONES static void invert_chunk(const half_step *h, const void *f, int f_type, int64_t from, int64_t n, void *adjoint,
                                 const void *vjp, const void *other) {
     const int mix = h->step.c != 0;
-    if (adjoint && (mix || other))
-        INVERT(at(adjoint, from, WIDE(C)), at(vjp, from, C), other ? at(other, from, WIDE(C)) : NULL, mix)
-    else if (adjoint)
-        INVERT(at(adjoint, from, WIDE(C)), at(vjp, from, C), NULL, 0)
+    if (!adjoint && mix)
+        INVERT(NULL, NULL, NULL, 1, 0)
+    else if (!adjoint)
+        INVERT(NULL, NULL, NULL, 0, 0)
+    else if (mix && other)
+        INVERT_ADJOINT(at(other, from, WIDE(C)), 1, 1)
+    else if (other)
+        INVERT_ADJOINT(at(other, from, WIDE(C)), 0, 1)
     else if (mix)
-        INVERT(NULL, NULL, NULL, 1)
+        INVERT_ADJOINT(NULL, 1, 0)
     else
-        INVERT(NULL, NULL, NULL, 0)
+        INVERT_ADJOINT(NULL, 0, 0)
 }
 
 /* Compares the inverse with the initial state, in copy's dtype, and stores neither; see reference.py. */
 INLINE void invert_compare_loop(const double *state, const void *f, const void *read, const void *initial,
                                 void *adjoint, const void *vjp, const void *other, int64_t n, coefficients k,
-                                coefficients adjoint_k, float floor, int32_t *worst, enum dtype f_type,
-                                enum dtype copy_type) {
+                                coefficients adjoint_k, float floor, int32_t *worst, const int mix,
+                                const int mix_adjoint, enum dtype f_type, enum dtype copy_type) {
     memset(worst, 0, LANES * sizeof *worst);
     for (int64_t row = 0; row < n; row += LANES) {
         int64_t lanes = n - row < LANES ? n - row : LANES;
 #pragma omp simd
         for (int64_t lane = 0; lane < lanes; lane++) {
             int64_t i = row + lane;
-            double previous = (state[i] - moved_by(f, read, i, k, f_type, copy_type)) / k.a;
+            double previous = (state[i] - moved_by(f, read, i, k, f_type, copy_type, mix)) / k.a;
             int32_t bits = ratio_bits((float)(previous - load(initial, i, copy_type)), (float)state[i], floor);
             worst[lane] = bits > worst[lane] ? bits : worst[lane];
             if (adjoint)
-                update_adjoint(adjoint, vjp, other, i, adjoint_k, copy_type);
+                update_adjoint(adjoint, vjp, other, i, adjoint_k, copy_type, mix_adjoint);
         }
     }
 }
@@ -131,11 +138,12 @@ INLINE void invert_compare_loop(const double *state, const void *f, const void *
 CLONES static void invert_compare_chunk(const half_step *h, const void *f, int f_type, int64_t from, int64_t n,
                                         const void *initial, float floor, void *adjoint, const void *vjp,
                                         const void *other, int32_t *worst) {
-    const void *read = h->step.c != 0 ? h->copy : NULL;
+    const int mix = h->step.c != 0; /* no constant here: this runs twice in a backward pass */
     CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
-        invert_compare_loop(h->state + from, at(f, from, F), read ? at(read, from, C) : NULL, at(initial, from, C),
+        invert_compare_loop(h->state + from, at(f, from, F), at(h->copy, from, C), at(initial, from, C),
                             adjoint ? at(adjoint, from, WIDE(C)) : NULL, adjoint ? at(vjp, from, C) : NULL,
-                            other ? at(other, from, WIDE(C)) : NULL, n, h->step, h->adjoint, floor, worst, F, C)))
+                            other ? at(other, from, WIDE(C)) : NULL, n, h->step, h->adjoint, floor, worst, mix,
+                            other != NULL, F, C)))
 }
 
 /* read: what f read, or NULL where c is 0 */

@@ -57,7 +57,7 @@ def _found() -> Any:
 
 try:
     library, trouble = _found(), ""
-except (OSError, AttributeError, ValueError) as error:  # built on another machine, or from another version of the source
+except (OSError, AttributeError, ValueError) as error:  # built on another machine, or from another source
     library, trouble = None, str(error)
     warnings.warn(
         f"the C kernel cannot be loaded, and PyTorch's slower operations run instead: reinstall revdeq ({error})",
@@ -131,7 +131,8 @@ class HalfStep(half_step.HalfStep):
     ) -> Tensor:
         self._take(step)
         self._take_adjoint(adjoint_step)
-        f, initial, vjp, worst = self.in_order(f), self.in_order(initial), self.in_order_or_none(vjp), self.partial_maxima()
+        f, initial, vjp = self.in_order(f), self.in_order(initial), self.in_order_or_none(vjp)
+        worst = self.partial_maxima()
         tensors = map(address, (initial, floor, adjoint, vjp, other if adjoint_step.c else None, worst))
         library.revdeq_invert_compare(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *tensors)
         return worst

@@ -158,7 +158,7 @@ AVX2 static int step_eights_of_floats(int64_t *state, const float *f, int32_t *y
 #define INTEGERS(REAL, RINT, FABS, LIMIT)                                                        \
     for (int64_t i = 0; i < n; i++) {                                                            \
         REAL g = (REAL)load(f, i, f_type);                                                       \
-        if (read)                                                                                \
+        if (mix)                                                                                 \
             g = (REAL)gamma * g + (REAL)(1 - gamma) * (REAL)load(read, i, copy_type);            \
         REAL whole = RINT(g * (REAL)scale);                                                      \
         int fits = FABS(whole) < LIMIT;                                                          \
@@ -167,9 +167,9 @@ AVX2 static int step_eights_of_floats(int64_t *state, const float *f, int32_t *y
     }
 
 INLINE int integers_loop(const void *f, const void *read, int32_t *number, int64_t n, double gamma, double scale,
-                         enum dtype f_type, enum dtype copy_type) {
+                         enum dtype f_type, enum dtype copy_type, const int mix) {
     int bad = 0;
-    if (f_type == F64 || (read && copy_type == F64)) {
+    if (f_type == F64 || (mix && copy_type == F64)) {
 #pragma omp simd reduction(| : bad)
         INTEGERS(double, __builtin_rint, __builtin_fabs, 0x1p31)
     } else {
@@ -186,18 +186,20 @@ INLINE void decode_loop(const int32_t *y, void *copy, int64_t n, double unit, en
 }
 
 INLINE void update_adjoint_loop(void *adjoint, const void *vjp, const void *other, int64_t n, coefficients k,
-                                enum dtype type) {
+                                enum dtype type, const int mix) {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++)
-        update_adjoint(adjoint, vjp, other, i, k, type);
+        update_adjoint(adjoint, vjp, other, i, k, type, mix);
 }
 
 CLONES static void adjoint_row(const exact_half_step *h, void *adjoint, const void *vjp, const void *other,
                                int64_t row, int64_t n) {
     CONSTANT(C, h->copy_type, {
         const enum dtype wide = C == F64 ? F64 : F32;
-        update_adjoint_loop(at(adjoint, row, wide), at(vjp, row, C), other ? at(other, row, wide) : NULL, n,
-                            h->adjoint, C);
+        if (other)
+            update_adjoint_loop(at(adjoint, row, wide), at(vjp, row, C), at(other, row, wide), n, h->adjoint, C, 1);
+        else
+            update_adjoint_loop(at(adjoint, row, wide), at(vjp, row, C), NULL, n, h->adjoint, C, 0);
     })
 }
 
@@ -207,9 +209,9 @@ CLONES static int integers(const exact_half_step *h, const void *f, int f_type, 
     const double scale = 1 / unit(h);
     if (read)
         CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
-            bad = integers_loop(at(f, row, F), at(read, row, C), number, n, h->gamma, scale, F, C)))
+            bad = integers_loop(at(f, row, F), at(read, row, C), number, n, h->gamma, scale, F, C, 1)))
     else
-        CONSTANT(F, f_type, bad = integers_loop(at(f, row, F), NULL, number, n, 1, scale, F, F))
+        CONSTANT(F, f_type, bad = integers_loop(at(f, row, F), NULL, number, n, 1, scale, F, F, 0))
     return bad;
 }
 

@@ -113,9 +113,7 @@ def _store_sums(p_partial, chunk, b_first, b_second, LANES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n", "a", "b", "c"])
-def _relax_norms_kernel(
-    p_state, p_f, p_read, p_copy, p_partial, n, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr
-):
+def _relax_norms_kernel(p_state, p_f, p_read, p_copy, p_partial, n, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr):
     chunk = tl.program_id(0).to(tl.int64)
     start = chunk * (ROWS * LANES)
     p_state += start
@@ -194,9 +192,7 @@ def _invert_block(
     _store_copy(p_copy + o_x, b_previous, m_x)
 
 
-@triton.jit(
-    do_not_specialize=["n", "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c"]
-)
+@triton.jit(do_not_specialize=["n", "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c"])
 def _invert_kernel(
     p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, n, a, b, c, inverse, minus_a,
     adjoint_a, adjoint_b, adjoint_c, BLOCK: tl.constexpr,
@@ -262,9 +258,7 @@ def _compare_rows(
     return b_worst
 
 
-@triton.jit(
-    do_not_specialize=["n", "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c"]
-)
+@triton.jit(do_not_specialize=["n", "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c"])
 def _compare_kernel(
     p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n,
     a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS: tl.constexpr, LANES: tl.constexpr,
@@ -305,7 +299,9 @@ class Bits:
     """The bits of a step's coefficients, as long as it is the same step."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype, self._step, self._bits = dtype, None, ()
+        self._dtype = dtype
+        self._step: Linear | None = None
+        self._bits: tuple[int, ...] = ()
 
     def __call__(self, step: Linear) -> tuple[int, ...]:
         if step is not self._step:

@@ -336,20 +336,20 @@ class HalfStep(reference_exact.HalfStep):
         super().__init__(state, copy, steps, spilled)
         self._adjoint_bits = gpu.Bits(torch.promote_types(copy.dtype, torch.float32))
         self._warps = gpu.warps(state.device)
-        self._key: Any = None
+        self._step: Radix | None = None
+        self._f_dtype: torch.dtype | None = None
         self._numbers: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
 
     def _numbers_of(self, step: Radix, f: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the way there and the way back are given, as long as it is the same step."""
-        if (key := (id(step), f.dtype)) != self._key:
+        if step is not self._step or f.dtype != self._f_dtype:
             p, d, sign = step.p, step.d, step.sign
             wide = torch.float64 if torch.float64 in (f.dtype, self.copy.dtype) else torch.float32
             mix = gpu.bits_of(step.gamma, wide), gpu.bits_of(1 - step.gamma, wide)
-            self._numbers = tuple(
-                (start, to, sign, to - sign * start, reciprocal(start), reciprocal(to), *mix)
-                for start, to in ((p, d), (d, p))
-            )
-            self._key, self._step = key, step
+            there = p, d, sign, d - sign * p, reciprocal(p), reciprocal(d), *mix
+            back = d, p, sign, p - sign * d, reciprocal(d), reciprocal(p), *mix
+            self._numbers = there, back
+            self._step, self._f_dtype = step, f.dtype
         return self._numbers
 
     def _scales(self, step: Radix) -> dict[str, Any]:
@@ -362,9 +362,7 @@ class HalfStep(reference_exact.HalfStep):
         there, _ = self._numbers_of(step, f)
         tensors = self.in_order(f), self._read(read, step), self.copy, spill, self.alarm
         numbers = self.state.numel(), self.done, *there
-        gpu.launch(
-            _relax_kernel, self._warps, BLOCK, self.state, *tensors, *numbers, LANES=LANES, **self._scales(step)
-        )
+        gpu.launch(_relax_kernel, self._warps, BLOCK, self.state, *tensors, *numbers, LANES=LANES, **self._scales(step))
 
     def _relax_norms(self, f: Tensor, read: Tensor | None, spill: Tensor | None, step: Radix) -> Tensor:
         there, _ = self._numbers_of(step, f)

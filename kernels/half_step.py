@@ -36,7 +36,18 @@ class Linear(Protocol):
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Of a step y' = a y + b f(z) + c z of a float64 state. With c = 0, the paper's step, z is not looked at."""
+    """The coefficients of a step y' = a y + b f(z) + c z of a float64 state. With c = 0, the paper's step, z is not
+    read.
+
+    Args:
+        a: The weight of the state itself, 1 - beta.
+        b: The weight of f, beta gamma.
+        c: The weight of the other state, beta (1 - gamma).
+
+    Example:
+        >>> revdeq.kernels.Coefficients.rounded(0.5, gamma=0.5)
+        Coefficients(a=0.5, b=0.25, c=0.25)
+    """
 
     a: float
     b: float
@@ -44,16 +55,28 @@ class Coefficients:
 
     @classmethod
     def rounded(cls, beta: float, gamma: float = 1.0) -> "Coefficients":
-        """b and c are rounded to float32, which makes their products with float32 numbers exact in float64."""
+        """The coefficients of an iteration.
+
+        b and c are rounded to float32, which makes their products with float32 numbers exact in float64.
+
+        Args:
+            beta: The relaxation.
+            gamma: The damping of f.
+
+        Returns:
+            The coefficients.
+        """
         b, c = ctypes.c_float(beta * gamma).value, ctypes.c_float(beta * (1 - gamma)).value
         return cls(1 - (b + c), b, c)
 
     @property
     def beta(self) -> float:
+        """The relaxation, after rounding."""
         return self.b + self.c
 
     @property
     def gamma(self) -> float:
+        """The damping of f, after rounding."""
         return self.b / self.beta
 
 

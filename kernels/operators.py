@@ -4,6 +4,8 @@ The solver does not come through here: a registered operator costs some 50 us a 
 one or two. These are for those who trace, or who call a half-step themselves.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -15,14 +17,26 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @torch.library.custom_op("revdeq::relax", mutates_args=("state", "copy"))
-def relax(
-    state: Tensor, f: Tensor, copy: Tensor, beta: float, gamma: float = 1.0, read: Tensor | None = None
-) -> None:
+def relax(state: Tensor, f: Tensor, copy: Tensor, beta: float, gamma: float = 1.0, read: Tensor | None = None) -> None:
     """state = (1 - beta) state + beta ((1 - gamma) read + gamma f), in place; copy = state in copy's dtype.
 
-    state is float64, and f and copy are shaped like it, in float32, float64, bfloat16 or float16. All must
-    be dense; an f that is laid out differently from the state costs one more pass over memory. beta gamma and
-    beta (1 - gamma) are rounded to float32. Where gamma is not 1, `read` is what f was given, in copy's dtype.
+    Args:
+        state: float64, dense; it is changed in place.
+        f: What f returned, shaped like the state, in float32, float64, bfloat16 or float16. If it is laid out
+            differently from the state, that costs one more pass over memory.
+        copy: Laid out like the state, in the dtype that f reads; it is overwritten.
+        beta: The relaxation, in (0, 2) and not 1. beta gamma and beta (1 - gamma) are rounded to float32.
+        gamma: The damping of f, in (0, 2).
+        read: What f was given, needed where gamma is not 1; it is taken in copy's dtype.
+
+    Raises:
+        TypeError, ValueError: A tensor or a coefficient is none of the above, or a tensor requires a gradient.
+
+    Example:
+        >>> state, copy = torch.zeros(4).double(), torch.zeros(4)
+        >>> revdeq.kernels.relax(state, torch.ones(4), copy, beta=0.5)
+        >>> copy
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
     step = _step(beta, gamma)
     read = _needed(step, "read", read, copy.dtype)
@@ -33,8 +47,26 @@ def relax(
 def relax_norms(
     state: Tensor, f: Tensor, copy: Tensor, beta: float, gamma: float = 1.0, read: Tensor | None = None
 ) -> Tensor:
-    """`relax`, and in the same pass the partial sums, float64 of shape [2, chunks, lanes], of the squared
-    change (index 0) and of the squared new state (index 1). They are deterministic."""
+    """`relax`, and in the same pass the partial sums of squares that norms are made of.
+
+    Args:
+        state: As for `relax`.
+        f: As for `relax`.
+        copy: As for `relax`.
+        beta: As for `relax`.
+        gamma: As for `relax`.
+        read: As for `relax`.
+
+    Returns:
+        float64 of shape [2, chunks, lanes]: the partial sums of the squared change (index 0) and of the squared new
+        state (index 1). They are deterministic.
+
+    Example:
+        >>> state, copy = torch.zeros(4).double(), torch.zeros(4)
+        >>> change, value = revdeq.kernels.relax_norms(state, torch.ones(4), copy, beta=0.5).sum((1, 2)).sqrt()
+        >>> change.item()
+        1.0
+    """
     step = _step(beta, gamma)
     read = _needed(step, "read", read, copy.dtype)
     return _bind(state, copy, f=f, read=read).relax_norms(f, read, step)
@@ -42,7 +74,21 @@ def relax_norms(
 
 @torch.library.custom_op("revdeq::invert", mutates_args=("state", "copy"))
 def invert(state: Tensor, f: Tensor, copy: Tensor, beta: float, gamma: float = 1.0) -> None:
-    """Undoes `relax`, in place; copy = state in copy's dtype. Where gamma is not 1, copy must hold what f was given."""
+    """Undo `relax`, in place; copy = state in copy's dtype.
+
+    Args:
+        state: As for `relax`.
+        f: What f returned in the half-step that is undone.
+        copy: As for `relax`. Where gamma is not 1, it must hold what f was given, until it is overwritten.
+        beta: As for `relax`.
+        gamma: As for `relax`.
+
+    Example:
+        >>> state, copy = torch.full((4,), 0.5).double(), torch.zeros(4)
+        >>> revdeq.kernels.invert(state, torch.ones(4), copy, beta=0.5)
+        >>> copy
+        tensor([0., 0., 0., 0.])
+    """
     _bind(state, copy, f=f).invert(f, _step(beta, gamma))
 
 
@@ -59,8 +105,24 @@ def invert_adjoint(
 ) -> None:
     """`invert`, and in the same pass adjoint = (1 - beta) adjoint + beta ((1 - gamma) other + gamma vjp), in place.
 
-    The adjoint is float64 if copy is and float32 otherwise, and so is `other`, the adjoint of the other state, which
-    is needed where gamma is not 1; vjp has copy's dtype.
+    Args:
+        state: As for `invert`.
+        f: As for `invert`.
+        copy: As for `invert`.
+        adjoint: Laid out like the state; float64 if copy is, and float32 otherwise. It is changed in place.
+        vjp: The vector-Jacobian product of f, in copy's dtype.
+        beta: As for `relax`.
+        gamma: As for `relax`.
+        other: The adjoint of the other state, in the adjoint's dtype, needed where gamma is not 1.
+
+    Raises:
+        TypeError, ValueError: A tensor or a coefficient is none of the above.
+
+    Example:
+        >>> state, copy, adjoint = torch.full((4,), 0.5).double(), torch.zeros(4), torch.ones(4)
+        >>> revdeq.kernels.invert_adjoint(state, torch.ones(4), copy, adjoint, torch.ones(4), beta=0.5)
+        >>> adjoint
+        tensor([1., 1., 1., 1.])
     """
     step = _step(beta, gamma)
     other = _needed(step, "other", other, adjoint.dtype)
@@ -82,11 +144,30 @@ def invert_compare(
     read: Tensor | None = None,
     other: Tensor | None = None,
 ) -> Tensor:
-    """Compare the result of `invert` with the initial state that it should arrive at, without storing it, and
-    update the adjoint like `invert_adjoint`.
+    """Compare the result of `invert` with the initial state that it should arrive at, without storing it, and update
+    the adjoint like `invert_adjoint`.
 
-    initial and vjp have one dtype, that of the copy. Returns int32 of shape [chunks, lanes]: the bits of the largest
-    error, in float32, relative to the magnitude of its element of the state, or to `floor` where that is smaller.
+    Args:
+        state: As for `invert`; it is not changed.
+        f: As for `invert`.
+        initial: The state to arrive at, in the dtype that f reads.
+        adjoint: As for `invert_adjoint`.
+        vjp: As for `invert_adjoint`, in initial's dtype.
+        beta: As for `relax`.
+        floor: The smallest magnitude that an error is taken relative to.
+        gamma: As for `relax`.
+        read: As for `relax`.
+        other: As for `invert_adjoint`.
+
+    Returns:
+        int32 of shape [chunks, lanes]: the bits of the largest error, in float32, relative to the magnitude of its
+        element of the state, or to `floor` where that is larger.
+
+    Example:
+        >>> state, initial, adjoint = torch.full((4,), 0.5).double(), torch.zeros(4), torch.ones(4)
+        >>> bits = revdeq.kernels.invert_compare(state, torch.ones(4), initial, adjoint, torch.ones(4), beta=0.5)
+        >>> bits.view(torch.float32).max().item()  # the way back arrived
+        0.0
     """
     step = _step(beta, gamma)
     _check_adjoint(state, initial, adjoint, vjp)
@@ -113,6 +194,10 @@ def _(state: Tensor, *args: object, **settings: object) -> Tensor:
 @relax_norms.register_fake
 def _(state: Tensor, *args: object, **settings: object) -> Tensor:
     return state.new_empty((2, chunk_count(state), LANES))
+
+
+for _operator in (relax, relax_norms, invert, invert_adjoint, invert_compare):
+    functools.update_wrapper(_operator, _operator._init_fn)  # for help(), which would show torch's own wrapper
 
 
 def _step(beta: float, gamma: float) -> Coefficients:

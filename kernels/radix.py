@@ -13,8 +13,20 @@ ROOM = 2**32
 
 @dataclass(frozen=True)
 class Radix:
-    """The coefficients of a step of the integer state: 1 - beta = sign p / d, the number G of fraction bits of the
-    state, and gamma, a number of float32."""
+    """The coefficients of a step of the integer state.
+
+    Args:
+        sign: Of 1 - beta: 1 or -1.
+        p: The numerator of |1 - beta|.
+        d: Its denominator.
+        fraction_bits: The number G of fraction bits of the state.
+        gamma: The damping of f, a float32 number.
+
+    Example:
+        >>> radix = revdeq.kernels.Radix.nearest(0.8, fraction_bits=24)
+        >>> radix.sign, radix.p, radix.d
+        (1, 1, 5)
+    """
 
     sign: int
     p: int
@@ -24,37 +36,59 @@ class Radix:
 
     @classmethod
     def nearest(cls, beta: float, fraction_bits: int, gamma: float = 1.0) -> "Radix":
-        """The fraction nearest to 1 - beta with a denominator of at most 64. It may be 0 / 1."""
+        """The coefficients with the fraction nearest to 1 - beta whose denominator is at most 64. It may be 0 / 1.
+
+        Args:
+            beta: The relaxation.
+            fraction_bits: The number of fraction bits of the state.
+            gamma: The damping of f.
+
+        Returns:
+            The coefficients.
+        """
         a = Fraction(1 - Fraction(beta)).limit_denominator(LARGEST_DENOMINATOR)
         rounded = ctypes.c_float(gamma).value
         return cls(-1 if a < 0 else 1, abs(a.numerator), a.denominator, fraction_bits, rounded)
 
     @property
     def a(self) -> float:
+        """The weight of the state itself, 1 - beta."""
         return self.sign * self.p / self.d
 
     @property
     def b(self) -> float:
+        """The weight of f, beta gamma."""
         return self.beta * self.gamma
 
     @property
     def c(self) -> float:
+        """The weight of the other state, beta (1 - gamma)."""
         return self.beta * (1 - self.gamma)
 
     @property
     def beta(self) -> float:
+        """The relaxation, after rounding."""
         return self.weight / self.d
 
     @property
     def weight(self) -> int:
+        """The numerator of beta, whose denominator is d."""
         return self.d - self.sign * self.p
 
     @property
     def unit(self) -> float:
+        """What the last bit of a number stands for."""
         return 2.0**-self.fraction_bits
 
     def outgrown(self, bound: int) -> int:
-        """The bound of the remainder after a half-step that began with this one."""
+        """The bound of a remainder after a half-step.
+
+        Args:
+            bound: The bound before it.
+
+        Returns:
+            The bound after it.
+        """
         return -(-bound // self.p) * self.d
 
     @property

@@ -53,9 +53,7 @@ def decode(y: Tensor, copy: Tensor, radix: Radix) -> None:
     copy.copy_(y.to(wide) * radix.unit)
 
 
-def relax(
-    state: Tensor, f: Tensor, read: Tensor | None, copy: Tensor, spill: Tensor | None, radix: Radix
-) -> Tensor:
+def relax(state: Tensor, f: Tensor, read: Tensor | None, copy: Tensor, spill: Tensor | None, radix: Radix) -> Tensor:
     """Where f or the new state does not fit."""
     s, p, d = radix.sign, radix.p, radix.d
     y, r = _unpacked(state, spill)
@@ -125,7 +123,8 @@ class HalfStep(half_step.HalfStep):
     """An integer state, its copy in the dtype that f reads, and the half-steps that are announced.
 
     steps: the radix of each of them, which they will be called with.
-    spilled: remainders put aside, 4 bytes per element each, the latest last. Given, half-steps are undone.
+    spilled: remainders put aside, 4 bytes per element each, the latest last. If given, this object inverts half-steps
+        instead of taking them.
     alarm: [half-steps, LANES]: 0, or the bits of the magnitude (float32) of an f that did not fit, or with which
         the state did not fit; what was computed with it is worthless.
     """

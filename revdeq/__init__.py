@@ -14,7 +14,7 @@ from ._solver.monitor import ConvergenceError, ConvergenceWarning, Reconstructio
 from ._solver.options import Exact
 from ._solver.solve import Solution, solve
 from ._solver.tune import Tuning, tune
-from ._solver.verify import verify
+from ._solver.verify import Report, verify
 
 __version__ = "0.2.0.dev0"
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Exact",
     "ReconstructionError",
     "ReconstructionWarning",
+    "Report",
     "RevDEQ",
     "Solution",
     "Tuning",

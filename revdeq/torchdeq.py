@@ -64,14 +64,26 @@ MEANINGLESS = {
 ELSEWHERE = ("norm_", "sn_", "jac_", "sradius_mode")
 """Beginnings of settings that other parts of torchdeq read from the same configuration."""
 
+__all__ = ["DEQReversible", "add_args"]
+
 log = logging.getLogger(__name__)
 
 
 def add_args(parser: argparse.ArgumentParser) -> None:
-    """Flags for the settings of `revdeq.solve`, beside those of `torchdeq.utils.add_deq_args`.
+    """Add flags for the settings of `revdeq.solve`, beside those of `torchdeq.utils.add_deq_args`.
 
     They begin with rev_, because a program may have a --check or a --gamma of its own, and torchdeq does: its gamma is
     the weight of earlier states in `torchdeq.loss.fp_correction`.
+
+    Args:
+        parser: The program's parser.
+
+    Example:
+        >>> import argparse, revdeq.torchdeq
+        >>> parser = argparse.ArgumentParser()
+        >>> revdeq.torchdeq.add_args(parser)
+        >>> parser.parse_args(["--rev_beta", "0.8"]).rev_beta
+        0.8
     """
     group = parser.add_argument_group("with --core reversible")
     for name, default in SETTINGS.items():
@@ -90,17 +102,37 @@ def _value(text: str) -> Any:
 class DEQReversible(DEQBase):
     """A torchdeq core whose gradient is that of the iteration itself (see `revdeq.solve`).
 
-    f_max_iter: evaluations of f, two to a step: an odd number is rounded up. With 0 the solver is skipped, and what is
-        left is what torchdeq does then: in training, the evaluations of `grad`, if that is given; otherwise z_init
-        is returned as it is.
-    f_tol: stop after the first step whose relative change is at most this. None, 0 or nothing: make all evaluations.
-    eval_factor, eval_f_max_iter: as in torchdeq.
-    n_states, indexing: in training, also the states after these evaluations, as torchdeq counts them. The gradient
-        goes through all of them. The solver starts anew at each, from y = z, as in torchdeq's core "sliced", which
-        brings it nearer to the fixed point; memory grows with their number.
-    grad, sup_gap, sup_loc: in training, also the states that torchdeq would take out of its last `grad` evaluations.
-    no_stat: leave out the statistics, which cost one more evaluation of f; so does f_solver="simple_fixed_point_iter".
-    beta, state, check and whatever else `revdeq.solve` takes by name.
+    It is made by `torchdeq.get_deq(core="reversible", ...)`, which takes these settings by name, or in `args`:
+
+    - f_max_iter: The number of evaluations of f, two to a step: an odd number is rounded up. With 0 the solver is
+      skipped, and what is left is what torchdeq does then: in training, the evaluations of `grad`, if that is given;
+      otherwise z_init is returned as it is.
+    - f_tol: Stop after the first step whose relative change is at most this. None, 0 or nothing: make all evaluations.
+    - eval_factor, eval_f_max_iter: As in torchdeq.
+    - n_states, indexing: In training, also return the states after these evaluations, as torchdeq counts them. The
+      gradient goes through all of them. The solver starts anew at each, from y = z, as in torchdeq's core "sliced",
+      which brings it nearer to the fixed point; memory grows with their number.
+    - grad, sup_gap, sup_loc: In training, also return the states that torchdeq would take out of its last `grad`
+      evaluations.
+    - no_stat: Leave out the statistics, which cost one more evaluation of f; f_solver="simple_fixed_point_iter" does
+      so, too.
+    - beta, state, check and whatever else `revdeq.solve` takes by name.
+
+    Args:
+        args: A configuration of torchdeq: a Namespace, a dict or a DEQConfig.
+        kwargs: Settings by name.
+
+    Raises:
+        TypeError: A keyword looks like a setting that is misspelt.
+        ValueError: A setting has a value that it cannot have.
+
+    Example:
+        >>> import torchdeq
+        >>> import revdeq.torchdeq
+        >>> deq = torchdeq.get_deq(core="reversible", f_max_iter=8, beta=0.5)
+        >>> states, info = deq(lambda z: f(z, x), z0)
+        >>> int(info["nstep"].max())
+        8
 
     A Namespace, which may be that of a whole program, is read for these names and for no others. Settings of
     `revdeq.solve` are also found there with rev_ before their name (`add_args`), which comes first; gamma only so,
@@ -142,15 +174,18 @@ class DEQReversible(DEQBase):
     ) -> tuple[list[Any], SolverStat]:
         """Solve z = func(z) from z_init by the reversible iteration.
 
-        func: takes the state, or as many tensors as z_init has, and returns as many.
-        z_init: a tensor, or a tuple or list of tensors.
-        solver_kwargs: for this call, f_max_iter, tol and settings of `revdeq.solve`. What tunes another solver (tau, m,
-            lam) is ignored, and so is beta = 1, which is Anderson's default and no beta of this one.
-        sradius_mode: in evaluation, put the spectral radius of func's Jacobian in the statistics.
-        backward_writer, kwargs: ignored. There is no backward solver to write about.
+        Args:
+            func: A function that takes the state, or as many tensors as z_init has, and returns as many.
+            z_init: A tensor, or a tuple or list of tensors.
+            solver_kwargs: For this call, f_max_iter, tol and settings of `revdeq.solve`. What tunes another solver
+                (tau, m, lam) is ignored, and so is beta = 1, which is Anderson's default and no beta of this one.
+            sradius_mode: In evaluation, put the spectral radius of func's Jacobian in the statistics.
+            backward_writer: Ignored. There is no backward solver to write about.
+            kwargs: Ignored.
 
-        Returns the states, of which the last is the fixed point, with their gradient (in evaluation that one alone),
-        and the statistics of the solver. nstep counts evaluations of func.
+        Returns:
+            The states, of which the last is the fixed point, with their gradient (in evaluation that one alone), and
+            the statistics of the solver, whose nstep counts evaluations of func.
         """
         several = isinstance(z_init, (tuple, list))
         if not several and not isinstance(z_init, Tensor):

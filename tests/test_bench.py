@@ -158,3 +158,19 @@ def test_every_committed_row_is_of_a_part_and_of_a_commit():
     assert run.BENCHMARKS.keys() == run.PARTS.keys()
     assert all(r.benchmark.startswith(starts) for r in rows)
     assert not [r for r in rows if r.commit.endswith("-dirty")]
+
+
+def test_the_zoo_asks_for_a_checkout_of_torchdeq(tmp_path):
+    pytest.importorskip("torchdeq", reason="torchdeq is not installed: pip install 'revdeq[torchdeq]'")
+    result = subprocess.run([sys.executable, BENCH / "zoo.py", tmp_path], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "has no deq-zoo: is it a clone of torchdeq?" in result.stderr
+
+
+def test_every_program_of_the_zoo_was_run_with_every_solver():
+    zoo = pytest.importorskip(
+        "zoo", reason="torchdeq is not installed: pip install 'revdeq[torchdeq]'", exc_type=ImportError
+    )
+    measured = {(r.benchmark, r.provider, r.quantity) for r in read(RESULTS / "zoo.csv")}
+    quantities = ("seconds", "loss", "bytes")
+    assert measured == {(f"zoo, {p}", s, q) for p in zoo.PROGRAMS for s in zoo.SOLVERS for q in quantities}

@@ -46,8 +46,12 @@ def half(z):
 
 Z, TWO = torch.zeros(3), (torch.zeros(3), torch.zeros(3))
 BETA = (
-    " must lie in (0, 2) and not be 1, also after rounding to float32: 1 - beta is what the backward pass divides by; "
-    "0.5 to 0.9 work well"
+    " must lie in (0, 2) and not 1, also after rounding to float32: outside, the iteration converges for no f; use "
+    "revdeq.tune to find a good one"
+)
+BETA_1 = (
+    " must not be 1, also after rounding to float32: 1 - beta is what the backward pass divides by; 0.5 to 0.9 work "
+    "well, or use revdeq.tune"
 )
 REAL = "it must be float32, float64, bfloat16 or float16"
 STATEFUL = (
@@ -78,26 +82,71 @@ def reentrant_checkpoint():
     revdeq.solve(lambda z: torch.utils.checkpoint.checkpoint(linear, z, use_reentrant=True), Z)
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def hook_past_modes():
+    weight = torch.ones(3, requires_grad=True)
+    weight.register_hook(lambda g: None)
+    revdeq.solve(lambda z: half(z) + Doubled.apply(weight), Z).z.sum().backward()
+
+
+def hook_inside_f():
+    def f(z, x):
+        x.register_hook(lambda g: None)
+        return half(z) + x
+
+    revdeq.solve(f, Z, torch.ones(3, requires_grad=True))
+
+
+def backward_hook_between():
+    linear = nn.Linear(3, 3)
+    z = revdeq.solve(linear, Z).z
+    linear.register_full_backward_hook(lambda *args: None)
+    z.sum().backward()
+
+
 def solving(f=half, z0=Z, *args, **settings):
     return lambda: revdeq.solve(f, z0, *args, **settings)
 
 
 SOLVE = [
-    ("beta is 1", solving(beta=1), ValueError, "beta = 1" + BETA),
-    ("beta rounds to 1", solving(beta=1 + 1e-9), ValueError, "beta = 1.000000001" + BETA),
+    ("beta is 1", solving(beta=1), ValueError, "beta = 1" + BETA_1),
+    ("beta rounds to 1", solving(beta=1 + 1e-9), ValueError, "beta = 1.000000001" + BETA_1),
+    ("beta is one", solving(beta=1.0), ValueError, "beta = 1.0" + BETA_1),
     *((f"beta is {b}", solving(beta=b), ValueError, f"beta = {b!r}" + BETA)
-      for b in (0, -0.5, 1.0, 2, 2.5, float("nan"), float("inf"), 1e-60)),
+      for b in (0, -0.5, 2, 2.5, float("nan"), float("inf"), 1e-60)),
     ("beta is huge", solving(beta=10**400), ValueError, "beta = 1000…" + BETA),
-    ("a layer's beta is 1", lambda: revdeq.RevDEQ(half, beta=1), ValueError, "beta = 1" + BETA),
-    *((f"beta is {b!r}", solving(beta=b), TypeError, f"beta = {b!r} must be a number in (0, 2) and not 1")
+    ("a layer's beta is 1", lambda: revdeq.RevDEQ(half, beta=1), ValueError, "beta = 1" + BETA_1),
+    *((f"beta is {b!r}", solving(beta=b), TypeError,
+       f"beta = {b!r} must be a number in (0, 2) and not 1: it is the same in all steps")
       for b in (None, 1j, torch.zeros(2))),
-    ("beta is text", solving(beta="0.5"), TypeError, "beta = '0.5' must be a number in (0, 2) and not 1"),
+    ("beta is text", solving(beta="0.5"), TypeError,
+     "beta = '0.5' must be a number in (0, 2) and not 1: it is the same in all steps"),
+    ("gamma is text", solving(gamma="1"), TypeError,
+     "gamma = '1' must be a number in (0, 2): it is the same in all steps"),
+    ("gamma is 0", solving(gamma=0), ValueError,
+     "gamma = 0 must lie in (0, 2), also after rounding to float32: outside, the iteration converges for no f; use "
+     "revdeq.tune to find a good one"),
+    ("an unknown gradient", solving(gradient="ift"), ValueError,
+     "gradient = 'ift' must be 'exact', that of the iteration, or 'implicit', that of the fixed point by the implicit "
+     "function theorem"),
+    ("an option of another gradient", solving(gradient="implicit", keep=2), ValueError,
+     "keep = 2 belongs to gradient='exact': with gradient='implicit' leave it out"),
     ("no steps", solving(max_steps=0), ValueError, "max_steps = 0 must be at least 1: a step evaluates f twice"),
     ("fewer than no steps", solving(max_steps=-3), ValueError,
      "max_steps = -3 must be at least 1: a step evaluates f twice"),
     ("a layer's steps are text", lambda: revdeq.RevDEQ(half, max_steps="4"), TypeError,
-     "max_steps = '4' must be an integer of at least 1"),
-    ("half a step", solving(max_steps=2.5), TypeError, "max_steps = 2.5 must be an integer of at least 1"),
+     "max_steps = '4' must be an integer of at least 1: a step evaluates f twice"),
+    ("half a step", solving(max_steps=2.5), TypeError,
+     "max_steps = 2.5 must be an integer of at least 1: a step evaluates f twice"),
     ("tol is 0", solving(tol=0), ValueError,
      "tol = 0 must be positive and finite, or None to take exactly max_steps steps"),
     *((f"tol is {t}", solving(tol=t), ValueError,
@@ -107,7 +156,9 @@ SOLVE = [
      "tol = '1e-3' must be a number, or None to take exactly max_steps steps"),
     ("an unknown check", solving(check="ignore"), ValueError, "check = 'ignore' must be 'warn', 'raise' or None"),
     ("an unknown state", solving(state="float32"), ValueError,
-     "state = 'float32' must be 'float64', 'exact' or revdeq.Exact(fraction_bits=...)"),
+     "state = 'float32' must be 'auto', 'float64', 'exact' or revdeq.Exact(fraction_bits=...)"),
+    ("verifying another gradient", lambda: revdeq.verify(half, Z, gradient="implicit"), ValueError,
+     "gradient = 'implicit': verify is about gradient='exact', which repeats steps; leave it out"),
     ("no bits", lambda: revdeq.Exact(fraction_bits=0), ValueError,
      "fraction_bits = 0 must be an integer from 1 to 30; 24 is usual"),
     ("beta is no fraction", solving(beta=0.999, state="exact"), ValueError,
@@ -116,9 +167,9 @@ SOLVE = [
     ("f is no function", solving(3), TypeError, "f = 3 must be callable: a module, or a function f(z, *args)"),
     ("a layer of no function", lambda: revdeq.RevDEQ(None), TypeError,
      "f = None must be callable: a module, or a function f(z, *args)"),
-    ("an unknown keyword", solving(steps=3), TypeError, "…unexpected keyword argument 'steps'…"),
+    ("an unknown keyword", solving(steps=3), TypeError, "unknown keyword steps = 3: did you mean max_steps?"),
     ("a layer's unknown keyword", lambda: revdeq.RevDEQ(half, betta=0.5), TypeError,
-     "…unexpected keyword argument 'betta'…"),
+     "unknown keyword betta = 0.5: did you mean beta?"),
     ("z0 is empty", solving(z0=()), ValueError,
      "z0 = () has no tensor in it: pass a tensor, or a tuple, list or dict of tensors"),
     ("z0 is a number", solving(z0=(Z, 0.0)), TypeError,
@@ -136,15 +187,25 @@ SOLVE = [
     ("z0 is nowhere", solving(z0=Z.to("meta")), ValueError,
      "z0 is on the meta device, where nothing is computed: move it to a real one"),
     ("z0 is in a vmap", lambda: torch.func.vmap(lambda z: revdeq.solve(half, z).z)(torch.zeros(2, 3)), TypeError,
-     f"z0 is {TRANSFORMED}"),
+     TRANSFORMED),
     ("an argument is in a vmap", lambda: torch.func.vmap(lambda x: revdeq.solve(lambda z, x: z / 2 + x, Z, x).z)(
-        torch.zeros(2, 3)), TypeError, f"args[0] is {TRANSFORMED}"),
+        torch.zeros(2, 3)), TypeError, TRANSFORMED),
     ("a tangent", in_forward_mode, RuntimeError,
      "solve has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp), and a tangent would be lost: "
      "use reverse mode, or call solve outside of the dual level"),
     ("f contains a reentrant checkpoint", reentrant_checkpoint, RuntimeError,
      "f contains torch.utils.checkpoint with use_reentrant=True, which keeps the gradients of what is inside from the "
      "solver: use checkpoint(..., use_reentrant=False)"),
+    ("a hook on what a custom function takes", hook_past_modes, RuntimeError,
+     "f gives a tensor with a hook (register_hook, retain_grad) to a custom autograd function or to torch.func.vmap, "
+     "where the solver cannot put another in its place, and the hook would run at every evaluation instead of once, on "
+     "the whole gradient: pass this tensor to f through `args`, or make f a module that holds it, or remove the hook"),
+    ("f registers a hook", hook_inside_f, RuntimeError,
+     "f registers a hook on a tensor of shape (3,) that is given to it or that it closes over, and would register "
+     "another one at every evaluation: register it before the solve, where it sees the whole gradient, once"),
+    ("a backward hook after the solve", backward_hook_between, RuntimeError,
+     "backward hooks on modules in f were added or removed after the solve, and they can change its gradient, in which "
+     "f is evaluated again: add them before the solve, and remove them after its backward pass"),
     ("a layer of nothing", lambda: revdeq.RevDEQ(half)(None), TypeError,
      "x is of type NoneType: where it is not a tensor, pass z0, the state to start from"),
     ("f returns another shape", solving(lambda z: z[:2]), ValueError,
@@ -171,23 +232,23 @@ SOLVE = [
      f"f contains a BatchNorm in training mode, whose running statistics {STATEFUL}"),
     ("f contains an InstanceNorm", solving(nn.InstanceNorm1d(2, track_running_stats=True), torch.zeros(2, 2, 3)),
      RuntimeError, f"f contains an InstanceNorm in training mode, whose running statistics {STATEFUL}"),
-    ("f diverges", solving(lambda z: z * 1e30 + 1, tol=1e-3, max_steps=40, beta=0.5), FloatingPointError,
+    ("f diverges", solving(lambda z: z * 1e30 + 1, tol=1e-3, max_steps=40, state="float64"), FloatingPointError,
      "the norm of the state is not finite after step 2 of at most 40 (beta = 0.5): f returns NaN or infinity, or the "
      "iteration diverges; try a smaller beta, or an f that contracts"),
     ("f is not finite", solving(lambda z: z / 0, state="exact"), FloatingPointError,
-     "the exact state was left in step 1: f is not finite in float32; try a smaller beta, or an f that contracts"),
+     "overflow in step 1: f is not finite in float32; try a smaller beta, or an f that contracts"),
     ("f is large", solving(lambda z: z * 0 + 150, state="exact"), OverflowError,
-     "the exact state was left in step 1: with f at 150, where 24 fraction bits hold magnitudes below 128; use "
+     "overflow in step 1: f reached 150, but 24 fraction bits hold magnitudes below 128; use "
      "state=revdeq.Exact(fraction_bits=22), or normalise f"),
     ("z0 is large", solving(z0=Z + 500, state="exact"), OverflowError,
-     "z0 does not fit the exact state: with z0 at 500, where 24 fraction bits hold magnitudes below 128; use "
+     "z0 does not fit the exact state: z0 reached 500, but 24 fraction bits hold magnitudes below 128; use "
      "state=revdeq.Exact(fraction_bits=21), or normalise z0"),
     ("f is out of all range", solving(lambda z: z * 0 + 3e10, state="exact"), OverflowError,
-     "the exact state was left in step 1: with f at 3e+10, where 24 fraction bits hold magnitudes below 128; normalise "
+     "overflow in step 1: f reached 3e+10, but 24 fraction bits hold magnitudes below 128; normalise "
      "f"),
     ("z0 is NaN", solving(z0=Z / 0), FloatingPointError, "z0 is not finite: start from finite numbers"),
     ("a layer's unknown state", lambda: revdeq.RevDEQ(half, state="exat"), ValueError,
-     "state = 'exat' must be 'float64', 'exact' or revdeq.Exact(fraction_bits=...)"),
+     "state = 'exat' must be 'auto', 'float64', 'exact' or revdeq.Exact(fraction_bits=...)"),
     ("x is of integers", lambda: revdeq.RevDEQ(half)(torch.arange(3)), TypeError,
      "x is torch.int64: where it is not of floating point, pass z0, the state to start from"),
     ("z0 is not finite", solving(z0=Z / 0, state="exact"), FloatingPointError,
@@ -251,7 +312,8 @@ def interrupted_backward():
 def lossy(**settings):
     def run():
         x = torch.ones(3, requires_grad=True)
-        z = revdeq.solve(lambda z, x: torch.cos(3 * z) + x, Z, x, beta=0.9, max_steps=24, **settings).z
+        options = {"beta": 0.9, "max_steps": 24, "state": "float64", **settings}
+        z = revdeq.solve(lambda z, x: 0.5 * torch.cos(z) + x, Z, x, **options).z
         z.sum().backward()
 
     return run
@@ -269,8 +331,8 @@ BACKWARD = [
     ("what f closes over is replaced", another_closure, RuntimeError,
      "f used other tensors that require a gradient in the backward pass than in the forward pass, so that their "
      "gradient would be lost (a closure whose variables were changed after the solve? torch.func.functional_call or a "
-     "cached parametrization around the forward pass alone?): pass these tensors to f through `args`, or make f a "
-     "module of its own"),
+     "cached parametrization around the forward pass alone? a tensor that f makes and keeps?): pass these tensors to f "
+     "through `args`, or make f a module of its own"),
     ("f hides a tensor", hidden_tensor, RuntimeError,
      "f depends on a tensor that MulBackward0 made before the solve, and that cannot be found from outside (is f "
      "compiled, or did it not use this tensor when it was evaluated for the first time?), so its gradient would be "
@@ -303,6 +365,11 @@ def invert_adjoint(adjoint, vjp):
 def other_chunks():
     with mock.patch.object(cpu, "LANES", 128):
         cpu.load(cpu.library._name)
+
+
+def forced_without_a_state():
+    with kernels.backend("reference"):
+        kernels.half_step_for(torch.device("cpu"), "decimal")
 
 
 def forced(name, device="cpu", missing=False, trouble=""):
@@ -350,13 +417,15 @@ KERNELS = [
     ("an adjoint in another layout", invert_adjoint(torch.zeros(3, 2).t(), torch.zeros(2, 3)), ValueError,
      "adjoint has strides (1, 2): it must be laid out like state, (3, 1)"),
     ("an unknown backend", forced("cuda"), ValueError,
-     "backend(name) is 'cuda': expected one of 'triton', 'cpu', 'reference'"),
+     "backend(name) is 'cuda': expected one of 'triton', 'cpu', …'reference'"),
     ("no compiler", forced("cpu", missing=True), RuntimeError,
      "backend 'cpu' is forced, but the C kernel was not built: install a C compiler and reinstall revdeq"),
     ("another library", forced("cpu", missing=True, trouble="no symbol"), RuntimeError,
      "backend 'cpu' is forced, but the C kernel cannot be loaded (no symbol): reinstall revdeq, which builds it"),
     ("C on another device", forced("cpu", "meta"), RuntimeError,
      "backend 'cpu' is forced, but it cannot run on meta tensors: move them to the CPU"),
+    ("a state that there is not", forced_without_a_state, RuntimeError,
+     "backend 'reference' is forced, but it has no decimal state: use …"),
     ("no Triton", forced("triton", missing=True), RuntimeError,
      "backend 'triton' is forced, but Triton is not installed: install it with `pip install triton` (Linux)"),
     ("Triton without a GPU", forced("triton"), RuntimeError,
@@ -386,12 +455,16 @@ def without_torchdeq():
 
 
 MODELS = [
+    ("a name that is not public", lambda: revdeq.training.run_away, AttributeError,
+     "module 'revdeq.training' has no attribute 'run_away'"),
     ("no channels", making(SingleScale, channels=0), ValueError, "channels = 0 must be an integer of at least 1"),
     ("channels that do not group", making(SingleScale, channels=25), ValueError,
      "50 channels (channels, or width times channels) cannot be split into 3 groups for GroupNorm: use a multiple of "
      "16, or fewer than 32"),
     ("an unknown form", making(SingleScale, form="code"), ValueError,
      "form = 'code' must be one of 'paper' (as printed), 'authors' (as in the authors' code)"),
+    ("negative noise", making(PuzzleModel, noise=-1), ValueError,
+     "noise = -1 must be a number of at least 0, of which z is about 1; 0 is none"),
     ("a puzzle in three dimensions", making(PuzzleModel, dimensions=3), ValueError,
      "dimensions = 3 must be 1, for strings, or 2, for images"),
     ("one puzzle", lambda: PuzzleModel(channels=8)(torch.zeros(3, 5, 5)), ValueError,
@@ -487,10 +560,10 @@ SETTINGS = [
     ("an example without torchrun", ddp.main, SystemExit,
      "start it with torchrun: torchrun --nproc-per-node 2 -m revdeq.examples.ddp"),
     ("a device that is not there", lambda: Processes("cuda:77"), SettingError,
-     "--device cuda:77: there is …; use cpu, or leave it out"),
+     "--device cuda:77: this machine has …; use cpu, or leave it out"),
     ("an unknown schedule", setting("schedule=step"), SettingError,
      "schedule='step': it must be one of plateau, cosine…"),
-    ("beta is 1", setting("beta=1"), SettingError, "the model multi-scale cannot be made: beta = 1" + BETA),
+    ("beta is 1", setting("beta=1"), SettingError, "the model multi-scale cannot be made: beta = 1" + BETA_1),
 ]  # fmt: skip
 
 
@@ -661,15 +734,20 @@ def test_what_is_said(act, kind, text, tmp_path):
         act(Files(tmp_path)) if inspect.signature(act).parameters.get("files") else act()
 
 
-ELSEWHERE = ("training/test_data.py", "training/test_train.py", "cli/test_command_line.py")
-"""Tests of what needs a training, or data to train on: of the messages there, three words in a row are compared."""
+ELSEWHERE = (
+    *(f"solver/test_{name}.py" for name in ("exact", "hosts", "options", "sharded", "tune")),
+    *("training/test_data.py", "training/test_train.py", "cli/test_command_line.py"),
+)
+"""Tests of what needs a training, or tools around a solve: of the messages there, three words in a row are compared."""
 
-WITH_TRAINING = ("cli", "training")
+WITH_TESTS = ("_solver", "cli", "training")
 
 UNSEEN = {
     "f draws random numbers (…) while a graph is recorded, and torch … cannot repeat a draw there, which the backward "
     "pass has to: use torch 2.10 or later, or call .eval() on the layers of f that drop out, or solve outside of the "
     "graph": "needs a GPU: test_gpu_host.py",
+    "module … has no attribute …": "as Python says it",
+    "a plot needs matplotlib: pip install matplotlib, or 'revdeq[demo]'": "needs an environment without it",
     "… is a …, which holds other tensors: solve for those": "needs a tensor subclass: test_inside_f.py",
     "the C kernel cannot be loaded, and PyTorch's slower operations run instead: reinstall revdeq (…)":
         "needs a broken library",
@@ -678,6 +756,7 @@ UNSEEN = {
 MADE_BEFORE = {
     "1",  # an exit code
     "text",  # of Monitor, "beyond float64's range"
+    "OTHER_TENSORS",  # "what f closes over is replaced"
     "cannot_write(path, cause)",  # "a full disk"
     "cannot_write(path, error)",
     # "no network"
@@ -728,7 +807,7 @@ def test_every_message_of_the_source_has_a_row():
             continue
         if text is not None and any(re.search(pattern(text) + r"\Z", t, re.DOTALL) for t in told):
             continue
-        if text is None or file.parts[0] not in WITH_TRAINING or not compared_elsewhere(text):
+        if text is None or file.parts[0] not in WITH_TESTS or not compared_elsewhere(text):
             missing.append(f"{file}: {text or ast.unparse(message)}")
     assert not missing, "add a row that triggers each of these:\n" + "\n".join(missing)
 

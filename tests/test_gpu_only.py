@@ -232,7 +232,7 @@ def test_a_state_that_does_not_fit_is_told_of_at_a_later_solve():
     z0 = torch.zeros(3, device=DEVICE)
     revdeq.solve(lambda z: z * 0 + 150.0, z0, state="exact")
     measure.synchronize(DEVICE)
-    with pytest.raises(OverflowError, match="left in step 1: with f at 150"):
+    with pytest.raises(OverflowError, match="overflow in step 1: with f at 150"):
         revdeq.solve(torch.cos, z0)
 
 
@@ -240,6 +240,38 @@ def test_dropout_is_one_mask_in_both_passes():
     f, x = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Tanh()).to(DEVICE), torch.randn(32, 64, device=DEVICE)
     for state in STATES:
         assert revdeq.verify(f, x, max_steps=6, state=state).exact
+
+
+@needs_cuda
+def test_dropout_under_capture_is_one_mask_for_each_replay_or_refused():
+    """Each replay draws anew, for all evaluations in both passes: f = mask + 0 z, so that an element of z and of the
+    gradient is 0 or all of it. Before torch 2.10 the generator cannot be rewound under capture."""
+    x, z0 = torch.ones(1000, device=DEVICE, requires_grad=True), torch.zeros(1000, device=DEVICE)
+
+    def run():
+        z = revdeq.solve(lambda z, x: nn.functional.dropout(x) + 0 * z, z0, x, beta=0.5, max_steps=4).z
+        return z.detach(), torch.autograd.grad(z.sum(), x)[0]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
+        with pytest.raises(RuntimeError, match="f draws random numbers"), torch.cuda.graph(graph):
+            run()
+        return
+    with torch.cuda.graph(graph):
+        z, gradient = run()
+    masks = []
+    for _ in range(2):
+        graph.replay()
+        whole = 2 * (1 - 0.5**4)
+        assert all(torch.isin(t, torch.tensor([0.0, whole], device=DEVICE)).all() for t in (z, gradient))
+        assert torch.equal(z, gradient)
+        masks.append(z.clone())
+    assert not torch.equal(*masks)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu" or getattr(torch, DEVICE.type).device_count() < 2, reason="takes two GPUs")

@@ -13,7 +13,7 @@ alive at a time.
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +127,19 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
     return Outcome(y, z, y_copy, z_copy, [h.spilled for h in (*relax_y, *relax_z)])
 
 
+def outside_inference_mode(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Around a backward pass: where it was started in inference mode, f would have no graph."""
+
+    @functools.wraps(backward)
+    def run(*args: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return backward(*args)
+        with torch.inference_mode(False), torch.no_grad():
+            return backward(*args)
+
+    return run
+
+
 class Reversible(torch.autograd.Function):
     """The outcome of an iteration as a function of the initial state and of f's inputs: the last y, then the
     last z. It is only now, when f has been evaluated, that all of its inputs are known."""
@@ -141,6 +154,7 @@ class Reversible(torch.autograd.Function):
         return (*outcome.y_copy, *outcome.z_copy)
 
     @staticmethod
+    @outside_inference_mode
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_unsupported(grads)
         if ctx.spent:
@@ -175,10 +189,9 @@ class Reversible(torch.autograd.Function):
         with replay.running():
             for n in reversed(range(first, it.steps)):
                 # copy is y_{n+1}; undo z_{n+1} = a z_n + b f(y_{n+1}) + c y_{n+1}
-                out, vjp, by_inputs = replay.vjp(copy, z_adjoint)
-                out = _apart(out, copy)
+                out, by_state, by_inputs = replay.vjp(copy, z_adjoint)
+                out, vjp = _apart(out, copy), dense(by_state, copy)
                 totals.add(by_inputs)
-                vjp = dense(vjp, copy)
                 if n > 0:
                     _undo(invert_z, out, y_adjoint, vjp, z_adjoint, step)
                 else:  # the initial state is known: use it, not its reconstruction
@@ -187,17 +200,17 @@ class Reversible(torch.autograd.Function):
                     for c, x in zip(copy, initial, strict=True):
                         c.copy_(x)
                 # copy is z_n; undo y_{n+1} = a y_n + b f(z_n) + c z_n
-                by_state = n > first or initial_needs_grad
-                out, vjp, by_inputs = replay.vjp(copy, y_adjoint, by_state)
-                out = _apart(out, copy)
+                go_on = n > first or initial_needs_grad
+                out, by_state, by_inputs = replay.vjp(copy, y_adjoint, go_on)
+                out, vjp = _apart(out, copy), dense(by_state, copy) if go_on else []
                 totals.add(by_inputs)
-                vjp = dense(vjp, copy) if by_state else []
                 if n > first:
                     _undo(invert_y, out, z_adjoint, vjp, y_adjoint, step)
                 elif n == 0:
                     maxima += _undo_and_compare(invert_y, out, initial, floors, z_adjoint, vjp, y_adjoint, step)
         if it.monitor is not None:
-            it.monitor.judge(maxima)
+            assert it.norms is not None
+            it.monitor.judge(maxima, it.norms)
 
         initial_grads: list[Tensor | None] = [None] * size
         if initial_needs_grad:  # z_0 starts both y and z
@@ -268,8 +281,8 @@ def _apart(out: State, copy: State) -> State:
 
 
 def _undo(half_steps: list[HalfStep], out: State, adjoint: State, vjp: State, other: State, step: Any) -> None:
-    for half_step, *tensors in zip(half_steps, out, adjoint, vjp, other, strict=True):
-        half_step.invert_adjoint(*tensors, step, step)
+    for half_step, o, a, v, b in zip(half_steps, out, adjoint, vjp, other, strict=True):
+        half_step.invert_adjoint(o, a, v, b, step, step)
 
 
 def _undo_and_compare(
@@ -279,7 +292,7 @@ def _undo_and_compare(
     """The last time: without a product, no adjoint is asked for."""
     adjoints: Any = zip(adjoint, vjp, other, strict=True) if vjp else itertools.repeat((None, None, None), len(out))
     rows = zip(half_steps, out, initial, floors, adjoints, strict=True)
-    return [h.invert_compare(o, x, floor, *tensors, step, step) for h, o, x, floor, tensors in rows]
+    return [h.invert_compare(o, x, floor, a, v, b, step, step) for h, o, x, floor, (a, v, b) in rows]
 
 
 class Totals:

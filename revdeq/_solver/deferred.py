@@ -43,7 +43,7 @@ def report(value: Tensor, decide: Callable[[Tensor], None]) -> None:
 
 
 def settle() -> None:
-    """Decide on what has arrived since."""
+    """Handle pending verdicts that have arrived."""
     while (decision := _next_to_arrive()) is not None:
         decision.decide(decision.value)
 

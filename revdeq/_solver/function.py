@@ -9,11 +9,12 @@ within a solve sees the same random draw: f with dropout is one function, with o
 import collections
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import (
     TreeSpec,
@@ -28,7 +29,7 @@ from torch.utils._pytree import (
 from .context import Draw, Settings
 from .inputs import Inputs, Search, State, Substitution, alias
 from .sharded import Shards
-from .stateful import Buffers
+from .stateful import BackwardHooks, Buffers, modules_of
 
 Evaluation = tuple[State, State]
 """The leaves at which f was evaluated, and its outputs."""
@@ -63,6 +64,7 @@ class Function:
         self.f, self.state_spec, self._state_is_a_tensor = f, state_spec, state_spec.is_leaf()
         self.graph = torch.is_grad_enabled()
         self.settings, self.draw = Settings(device), Draw(device)
+        self.backward_hooks = BackwardHooks([])
         self.arguments = Arguments(args)
         self._changes_its_input, self._reads_again, self._first_only = False, reads_again, first_only
         self.kept: collections.deque[Evaluation] = collections.deque(maxlen=keep)
@@ -83,13 +85,18 @@ class Function:
         versions = self.arguments.versions()
         leaves = [alias(x) if self.graph else x.detach() for x in state]
         self.search.begin()
-        with Buffers(self.f), self.draw, contextlib.nullcontext() if is_compiled(self.f) else self.search:
+        search = contextlib.nullcontext() if is_compiled(self.f) else self.search
+        modules = modules_of(self.f)
+        self.backward_hooks = BackwardHooks(modules if self.graph else [])
+        with Buffers(modules), self.draw, self._arguments(), search:
             try:
-                outputs = self._call(_disguise(leaves) if self.graph else leaves)
+                result = self._call(_disguise(leaves) if self.graph else leaves)
             except TypeError as error:
                 if (wrong := self._wrong_signature(error)) is not None:
                     raise wrong from None
                 raise
+        outputs = self._flattened(result, leaves)
+        del result  # which holds the graph
         values = self._noted(leaves, outputs)
         self._changes_its_input = any(x.is_inference() or x._version > 0 for x in state)
         if self._changes_its_input and self._reads_again:
@@ -119,8 +126,16 @@ class Function:
             state = [x.clone() for x in state]
         leaves = [x.detach().requires_grad_(self.graph) for x in state]
         self.search.begin()
-        with self.draw:
-            return leaves, self._call(_disguise(leaves) if self.graph and self._changes_its_input else leaves)
+        with self.draw, self._arguments():
+            disguise = self.graph and (self._changes_its_input or _has_any_global_hook())
+            result = self._call(_disguise(leaves) if disguise else leaves)
+        return leaves, self._flattened(result, leaves)
+
+    def _arguments(self) -> contextlib.AbstractContextManager[None]:
+        """Around a call of f. What watches all modules (torch.utils.flop_counter, say) may ask of each of their inputs
+        whether the backward pass will reach it, and torch cannot tell that of a leaf: then f gets none."""
+        watched = self.graph and _has_any_global_hook()
+        return self.arguments.disguised() if watched else contextlib.nullcontext()
 
     def release(self) -> None:
         """Forget the tensors: there will be no other backward pass."""
@@ -131,18 +146,20 @@ class Function:
         if self.graph:
             unknown = self.inputs.note(self.search.reached_from(leaves, outputs))
             if unknown:
-                if self.kept and self.kept[-1][1] is outputs:
-                    self.kept.pop()
+                self.kept.clear()  # only an unbroken row of last evaluations is of use
                 outputs.clear()  # and with them the graph
                 self.inputs.adopt(unknown)
         return values
 
-    def _call(self, state: State) -> State:
+    def _call(self, state: State) -> Any:
+        z = state[0] if self._state_is_a_tensor else tree_unflatten(state, self.state_spec)
+        return self.run(z, *self.arguments.values)
+
+    def _flattened(self, result: Any, state: State) -> State:
+        """The tensors that f returned, if they are like those of the state."""
         if self._state_is_a_tensor:
-            result = self.run(state[0], *self.arguments.values)
             outputs, has_structure = [result], isinstance(result, Tensor)
         else:
-            result = self.run(tree_unflatten(state, self.state_spec), *self.arguments.values)
             outputs, has_structure = self._flattened_like_state(result)
         if has_structure and all(map(_fits, outputs, state)):
             return outputs
@@ -201,6 +218,20 @@ class Arguments:
             self.values = tree_unflatten(self._leaves, self._spec)
         return aliases
 
+    @contextlib.contextmanager
+    def disguised(self) -> Iterator[None]:
+        """Within, the aliases are no leaves."""
+        aliases = self.values
+        if self._positions:
+            leaves = list(self._leaves)
+            for i, x in zip(self._positions, _disguise([leaves[i] for i in self._positions]), strict=True):
+                leaves[i] = x
+            self.values = tree_unflatten(leaves, self._spec)
+        try:
+            yield
+        finally:
+            self.values = aliases
+
     def versions(self) -> list[int]:
         """Of what f could change in place: autograd protects tensors that need a gradient."""
         return [x._version for x in tree_leaves(self.values) if _can_change(x)] if self.values else []
@@ -230,7 +261,7 @@ def _needs_no_alias(node: Any) -> bool:
 
 
 class _Disguise(torch.autograd.Function):
-    """The same memory, no longer a leaf: f may change its input in place."""
+    """The same memory, no longer a leaf: f may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from .adjoint import Iteration, Outcome, Totals, dense, refuse_unsupported, scaled
+from .adjoint import Iteration, Outcome, Totals, dense, outside_inference_mode, refuse_unsupported, scaled
 from .inputs import State
 from .replay import Linearisation, Replay
 
@@ -46,6 +46,7 @@ class Implicit(torch.autograd.Function):
         return (*outcome.y_copy, *outcome.z_copy)
 
     @staticmethod
+    @outside_inference_mode
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_unsupported(grads)
         it, size, inputs = ctx.it, ctx.size, ctx.it.f.inputs.tensors

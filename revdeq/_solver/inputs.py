@@ -32,11 +32,14 @@ _next_number = torch._C._autograd._get_sequence_nr
 """The number of the next node that autograd makes in this thread."""
 
 
+_functorch: Any = torch._C._functorch
+
+
 class Unreachable(RuntimeError):
     """A gradient flows out of f to where it cannot be caught."""
 
 
-class Kept(RuntimeError):
+class CarriedOver(RuntimeError):
     """An evaluation used what an earlier one of the same solve had computed and kept."""
 
     def __init__(self, maker: str) -> None:
@@ -57,6 +60,7 @@ class Inputs:
         self.tensors = list(arguments)
         self._index = {id(x): i for i, x in enumerate(aliases)}
         self._aliases = aliases  # an id is that of a tensor only while the tensor lives
+        self._hooks = [0] * len(aliases)  # as many as each tensor in the graph had when it was found
         self._reached: list[frozenset[int]] = []  # by each evaluation: indices into tensors
         self._last_found: frozenset[int] = frozenset()  # usually the same again: the ids of its tensors, and indices
         self._last_reached: frozenset[int] = frozenset()
@@ -88,6 +92,7 @@ class Inputs:
     def _add(self, x: Tensor) -> None:
         self._index[id(x)] = len(self.tensors)
         self.tensors.append(x)
+        self._hooks.append(_hooks_on(x))
 
     def _remember(self, keys: frozenset[int]) -> None:
         self._last_found, self._last_reached = keys, frozenset([self._index[key] for key in keys])
@@ -96,6 +101,16 @@ class Inputs:
     def in_graph(self, index: int) -> Tensor:
         """The tensor that stands for one of `tensors` in the graphs of the forward pass."""
         return self._aliases[index] if index < len(self._aliases) else self.tensors[index]
+
+    def refuse_hooks_of_f(self) -> None:
+        """After the last evaluation. Hooks on f's own results are part of its graph, and welcome."""
+        for i, count in enumerate(self._hooks):
+            if _hooks_on(self.in_graph(i)) > count:
+                name = f"a tensor of shape {tuple(self.tensors[i].shape)} that is given to it or that it closes over"
+                raise RuntimeError(
+                    f"f registers a hook on {name}, and would register another one at every evaluation: register it "
+                    "before the solve, where it sees the whole gradient, once"
+                )
 
     def by_evaluation(self) -> list[frozenset[int]]:
         """Which of `tensors` each evaluation depends on, as their indices."""
@@ -130,7 +145,7 @@ class Search(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = list(_tensors((*args, *kwargs.values())))
+        given = [_innermost(x) for x in _tensors((*args, *kwargs.values()))]
         for x in given:
             if x.requires_grad and self._is_captured(x.grad_fn):
                 self._add(x)
@@ -140,7 +155,8 @@ class Search(TorchFunctionMode):
         first = _next_number()
         out = func(*args, **kwargs)
         self._numbers.update(range(first, _next_number()))
-        self._made.update(x.grad_fn for x in _tensors((out,)) if x.requires_grad)
+        results = map(_innermost, _tensors((out,)))
+        self._made.update(x.grad_fn for x in results if x.requires_grad)
         # x[i] = y returns nothing, and x[i].add_(y) not x.
         self._made.update(x.grad_fn for x, node in zip(given, before, strict=True) if x.grad_fn is not node)
         return out
@@ -166,7 +182,7 @@ class Search(TorchFunctionMode):
             if x.requires_grad and x.grad_fn is None:
                 reached[id(x)] = x
             elif x.requires_grad:
-                if x.grad_fn._sequence_nr() < start:  # f returns a captured tensor
+                if x.grad_fn._sequence_nr() < start:  # type: ignore[union-attr]  # f returns a captured tensor
                     self._add(x)
                 edges.append((x.grad_fn, x.output_nr))
         for node, output_nr in edges:  # which grows on the way; this runs at every evaluation, and microseconds count
@@ -189,7 +205,7 @@ class Search(TorchFunctionMode):
             elif number >= start and node.name() == _CAST:
                 edges += node.next_functions
             elif number >= start:
-                raise Kept(node.name())
+                raise CarriedOver(node.name())
             else:
                 self._made_at(node, output_nr)
         for x in leaves:
@@ -227,6 +243,19 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(x)
         elif isinstance(x, dict):
             yield from _tensors(x.values())
+
+
+def _hooks_on(x: Tensor) -> int:
+    return len(x._backward_hooks or ())
+
+
+def _innermost(x: Tensor) -> Tensor:
+    """The tensor that transforms of torch.func inside f (vmap, grad, ...) wrap: the graph of f is made of those."""
+    if torch.compiler.is_dynamo_compiling():  # a part of f, where there are no others
+        return x
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
 
 
 def alias(x: Tensor) -> Tensor:

@@ -29,25 +29,32 @@ CHECKS = ("warn", "raise", None)
 LIMIT = 1e-4
 """The largest rho that passes: beyond it the gradient may be off by more than 3e-5."""
 
+MOVING = 0.5
+"""A relative change in the last step beyond which an iteration is not on its way to a fixed point."""
+
 UNSETTLED = 0.1
 """The largest relative change of an adjoint in its last step that passes: a gradient that moves by a tenth is one that
 stochastic gradients hide."""
 
 
 class ReconstructionWarning(UserWarning):
-    """The backward pass could not reconstruct the forward pass: its gradient is not to be trusted."""
+    """The backward pass could not reconstruct the forward pass, so its gradient cannot be trusted.
+
+    The message gives the size of the error and the remedies. It is given once for each line that calls `solve`.
+    """
 
 
 class ReconstructionError(RuntimeError):
-    """The same, for check="raise"."""
+    """What `ReconstructionWarning` says, raised with check="raise"."""
 
 
 class ConvergenceWarning(UserWarning):
-    """The backward pass of gradient="implicit" did not solve the adjoint equation."""
+    """The backward pass of gradient="implicit" did not solve the adjoint equation, so its gradient is not that of the
+    fixed point."""
 
 
 class ConvergenceError(RuntimeError):
-    """The same, for check="raise"."""
+    """What `ConvergenceWarning` says, raised with check="raise"."""
 
 
 @dataclass(frozen=True)
@@ -60,23 +67,32 @@ class Monitor:
     check: str
     site: tuple[str, int]
     setting: str
+    state: str
     remedy: str
 
-    def judge(self, maxima: Sequence[Tensor]) -> None:
-        """Takes the partial maxima of `invert_compare`."""
+    def judge(self, maxima: Sequence[Tensor], norms: Tensor) -> None:
+        """Takes the partial maxima of `invert_compare`, and the squared norms of the last change of z and of z."""
         filled = [m.amax() for m in maxima if m.numel()]
         if not filled:
             return
-        report(torch.stack(filled).amax(), self._decide)
+        rho = torch.stack(filled).amax().view(torch.float32)
+        report(torch.stack([rho.double(), *norms.double().sqrt()]), self._decide)
 
-    def _decide(self, bits: Tensor) -> None:
-        rho = bits.view(torch.float32).item()
+    def _decide(self, values: Tensor) -> None:
+        rho, change, value = values.tolist()
         if rho <= LIMIT:
             return
+        cause = f"{self.remedy}f does not compute the same when it is called again"
+        if self.state == "float64" and not change <= MOVING * value:
+            cause = (
+                f"The iteration does not converge: z is of size {value:.1e}, and its last step changed it by "
+                f"{change:.1e}, which a float64 state cannot undo. Find better coefficients with revdeq.tune, or "
+                "normalise what f returns"
+            )
         text = (
             f"the backward pass did not find its way back to the initial state: it is off by {rho:.1e} of the state's "
             f"size, where {LIMIT:.0e} can be trusted ({self.setting}), and so the gradient of this solve is not exact. "
-            f"{self.remedy}f does not compute the same when it is called again"
+            f"{cause}"
         )
         self._tell(text, ReconstructionError, ReconstructionWarning)
 

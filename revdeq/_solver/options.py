@@ -22,11 +22,20 @@ GRADIENTS = ("exact", "implicit")
 
 @dataclass(frozen=True)
 class Exact:
-    """A state of integers, whose half-steps are undone to the last bit, whatever beta and however many.
+    """The exact state with another range: integers, whose steps are undone to the last bit, for every beta and N.
+
+    Pass it as `state`. `state="exact"` is `Exact()`.
 
     Args:
-        fraction_bits: Of the fixed-point numbers that the state consists of. 24 of 32 bits hold magnitudes below 128
-            with a resolution of 6e-8.
+        fraction_bits: How many of the 32 bits of a number stand behind the point, from 1 to 30. A number then stays
+            below 2^(31 - fraction_bits) and resolves 2^-fraction_bits: with 24 bits, below 128 and 6e-8.
+
+    Raises:
+        ValueError: fraction_bits is not an integer from 1 to 30.
+
+    Example:
+        >>> revdeq.solve(f, z0, x, state=revdeq.Exact(fraction_bits=20)).state  # magnitudes up to 2048
+        'exact'
     """
 
     fraction_bits: int = 24
@@ -44,29 +53,30 @@ class Options:
         beta: The relaxation, in (0, 2) and not 1. Below 1 it tolerates an f that rotates, as attention does; above 1
             it is faster where f only contracts, as convolutions do. `revdeq.tune` finds a good one. It is rounded to
             float32 once, which makes beta * f exact in float64.
-        gamma: Damps f, in (0, 2): f(z) becomes (1 - gamma) z + gamma f(z). 1 is the paper's iteration.
-        max_steps: The number of steps N, each of which evaluates f twice.
+        gamma: The damping of f, in (0, 2): f(z) is replaced by (1 - gamma) z + gamma f(z). 1 is the paper's iteration.
+        max_steps: The number of steps N, each of which evaluates f twice; with a `tol`, the largest number.
         tol: None takes exactly `max_steps` steps and never waits for the device. With tol > 0 the iteration stops
             after the first step whose relative change, `Solution.residual`, is at most tol.
-        state: How the solver keeps y and z. "float64" is the paper's mixed precision, whose error grows on the way
-            back, like |1 - beta|^-N. "exact" keeps integers, in the same 8 bytes, which no step changes beyond
-            recovery: the gradient is that of a stored graph of the same steps, for every beta and N. They resolve 6e-8,
-            which is coarser than a float64 f; 1 - beta is taken as the nearest fraction with a denominator of at most
-            64; magnitudes must stay below 128 (or set `revdeq.Exact(fraction_bits=...)`). They need 8 more bytes per
-            element of z0 whenever so many steps are exceeded: 32 with beta .5, 16 with .75, 13 with .8, 9 with .9.
-            "auto" is float64 where that is safe, because it loses at most 32 of its bits, where z0 is float64, and
-            where no gradient is needed; and exact otherwise.
-        check: What to do when the backward pass finds that its gradient is not to be trusted, because it did not
-            arrive at z0 again: "warn", once for each place that calls, "raise", or None to skip the check. On the CPU
-            this happens at the end of the backward pass; on other devices, which are not waited for, at a later call
-            of `solve` or when the process ends. While a CUDA graph is captured, nothing is checked.
+        state: How the solver keeps y and z. "auto" takes "float64" where that is safe, because the way back loses at
+            most 32 of its 52 bits, or because z0 is float64, or because no step has to be undone; and "exact"
+            otherwise. "float64" is the paper's mixed precision, whose error grows on the way back, like
+            |1 - beta|^-N. "exact" keeps integers in the same 8 bytes, and its steps lose nothing: the gradient is that
+            of a stored graph of the same steps, for every beta and N. The integers resolve 6e-8, which is coarser than
+            a float64 f; 1 - beta is rounded to the nearest fraction with a denominator of at most 64; magnitudes must
+            stay below 128 (or set `revdeq.Exact(fraction_bits=...)`). They need 8 more bytes per element of z0
+            whenever so many steps are exceeded: 32 with beta .5, 16 with .75, 13 with .8, 9 with .9.
+        check: What to do when the backward pass finds that its gradient cannot be trusted, because it did not arrive
+            at z0 again: "warn", once for each line that calls, "raise", or None to skip the check. On the CPU you are
+            told at the end of the backward pass; on other devices, which are not waited for, at a later call of
+            `solve` or when the process ends. While a CUDA graph is captured, nothing is checked.
         gradient: "exact" is the gradient of the iteration that ran. "implicit" is that of the fixed point itself, as
             classical equilibrium models take it: the adjoint equation is solved at the last state, with the same beta,
-            gamma, max_steps and tol. It is faster, it is wrong where the iteration has not converged, and z0 gets none.
-        keep: The graphs of so many of the last evaluations are kept, and the backward pass need not evaluate f again
+            gamma, max_steps and tol. It is faster, it is wrong where the iteration has not converged, and z0 gets no
+            gradient.
+        keep: How many of the last evaluations keep their graphs, so that the backward pass does not evaluate f again
             there. 0 takes the least memory, and 2 * max_steps the time and the memory of a stored graph.
-        backward_steps: None differentiates all steps. k differentiates the last k only, which is an approximation;
-            z0 gets no gradient.
+        backward_steps: None differentiates all steps. A number k differentiates only the last k, which is an
+            approximation, and then z0 gets no gradient unless k is at least the number of steps.
     """
 
     beta: float = 0.5
@@ -157,7 +167,7 @@ def documented(docstring: str) -> str:
     return before + f"\n{indent}".join(described) + after
 
 
-def _float32(x: float) -> float:
+def _float32(x: Any) -> float:
     try:
         return ctypes.c_float(float(x)).value
     except OverflowError:

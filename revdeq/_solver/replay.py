@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _device
 from .function import Function, module_tensors
-from .inputs import Kept, Search, State, Substitution, Unreachable, alias
+from .inputs import CarriedOver, Search, State, Substitution, Unreachable, alias
 
 _engine = torch.autograd.Variable._execution_engine
 
@@ -37,8 +37,9 @@ class Replay:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around the evaluations: f runs as it ran in the forward pass."""
+        """Context manager: replay f under the forward pass's settings."""
         function = self._function
+        function.backward_hooks.refuse_changes()
         split = len(function.arguments.tensors)
         captured = self._inputs[split:]
         targets = [*enumerate(function.arguments.use_aliases()), *enumerate(captured, split)]
@@ -128,12 +129,19 @@ class Replay:
         leaves must have been made by f itself, and die with the graph."""
         try:
             found = self._function.search.reached_from(leaves, outputs)
-        except (Unreachable, Kept):
+        except (Unreachable, CarriedOver):
             raise RuntimeError(OTHER_TENSORS) from None
         by = [self._by[key] for key in found if key in self._by]
         unknown = [x for key, x in found.items() if key not in self._by]
         if {i for i, _ in by} != expected or any(x.grad_fn is not None for x in unknown):
             raise RuntimeError(OTHER_TENSORS)
+        if any(_needs_alias(x) for _, x in by):
+            raise RuntimeError(
+                "f gives a tensor with a hook (register_hook, retain_grad) to a custom autograd function or to "
+                "torch.func.vmap, where the solver cannot put another in its place, and the hook would run at every "
+                "evaluation instead of once, on the whole gradient: pass this tensor to f through `args`, or make f a "
+                "module that holds it, or remove the hook"
+            )
         if self._function.run is self._function.f:  # from now on, a look at the gradients will do
             self._usual = {i: (i, x) for i, x in self._by.values()}
         return by, list(map(weakref.ref, unknown))
@@ -142,7 +150,7 @@ class Replay:
         """Puts aliases in the place of captured tensors, so that hooks fire only when the whole gradient is
         there. A module gets all the parameters and buffers that it had in the forward pass, when it may have
         been called through `torch.func.functional_call`. A custom autograd function takes its inputs past a
-        mode: there the gradient flows to the tensor itself."""
+        mode: there the gradient flows to the tensor itself, which must then have no hook."""
         aliases = {id(x): alias(x) for x in captured}
         names = {name: aliases.get(id(x), x) for name, x in self._function.module_tensors.items()}
         module_ids = {id(x) for x in self._function.module_tensors.values()}

@@ -150,7 +150,7 @@ class Integers(Scheme):
     def _judge(self, bits: Tensor, first_step: int) -> None:
         for i, value in enumerate(bits.tolist()):
             if value:
-                what = f"the exact state was left in step {first_step + i}"
+                what = f"overflow in step {first_step + i}"
                 raise self._error(value, what, "f", "try a smaller beta, or an f that contracts")
 
     def _error(self, bits: int, what: str, name: str, if_not_finite: str) -> ArithmeticError:
@@ -158,10 +158,16 @@ class Integers(Scheme):
         if not math.isfinite(size):
             return FloatingPointError(f"{what}: {name} is not finite in float32; {if_not_finite}")
         fraction_bits, limit = self.step.fraction_bits, 2.0 ** (31 - self.step.fraction_bits)
+        if size < limit:
+            return OverflowError(
+                f"{what}: the state outgrew {limit:g}, which {fraction_bits} fraction bits hold, while {name} was at "
+                f"{size:.3g}: with this beta the iteration diverges; use a smaller one (revdeq.tune finds a good one), "
+                "or state=revdeq.Exact(fraction_bits=...) with fewer fraction bits"
+            )
         needed = 30 - max(0, math.frexp(max(size, limit))[1])
         remedy = f"use state=revdeq.Exact(fraction_bits={needed}), or " if needed >= 1 else ""
         return OverflowError(
-            f"{what}: with {name} at {size:.3g}, where {fraction_bits} fraction bits hold magnitudes below {limit:g}; "
+            f"{what}: {name} reached {size:.3g}, but {fraction_bits} fraction bits hold magnitudes below {limit:g}; "
             f"{remedy}normalise {name}"
         )
 

@@ -72,7 +72,7 @@ class Shards:
 
 def _is_asked_for(leaf: Tensor) -> bool:
     """Whether this backward pass accumulates gradients in this leaf: `torch.autograd.grad` may not."""
-    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)  # type: ignore[attr-defined]
+    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 def _states() -> list[Any]:

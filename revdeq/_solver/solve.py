@@ -16,7 +16,7 @@ from .adjoint import NORM_FLOOR, Iteration, Outcome, Reversible, iterate
 from .deferred import settle
 from .function import DTYPES, Function
 from .implicit import Adjoint, Implicit
-from .inputs import Kept
+from .inputs import CarriedOver
 from .monitor import Monitor, call_site
 from .options import options_from, with_options
 from .scheme import rounded_coefficients, scheme_for
@@ -28,7 +28,7 @@ class Solution:
     """The result of `revdeq.solve`.
 
     Attributes:
-        z, y: The final states, shaped like z0, in z0's dtype, differentiable.
+        z, y: The final states, shaped like z0, in z0's dtype, differentiable. z is the one to use.
         steps: The number of steps that were taken.
         residual: The relative change ‖z_N - z_{N-1}‖ / (‖z_N‖ + 1e-5) of the last step, a 0-d tensor without a
             gradient. Reading it may wait for the device.
@@ -36,6 +36,11 @@ class Solution:
             fraction.
         state: "float64" or "exact": how y and z were kept.
         adjoint: With gradient="implicit", the steps and the residual of the backward pass, once it has run.
+
+    Example:
+        >>> solution = revdeq.solve(f, z0, x, max_steps=4)
+        >>> solution.steps, solution.nfe, solution.state
+        (4, 8, 'float64')
     """
 
     z: Any
@@ -49,7 +54,7 @@ class Solution:
 
     @property
     def nfe(self) -> int:
-        """Evaluations of f in the forward pass."""
+        """The number of evaluations of f in the forward pass."""
         return 2 * self.steps
 
 
@@ -66,7 +71,7 @@ def solve(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Solutio
         f: A module or any callable. It returns something shaped like z, and it must compute the same when it is
             called again with the same input. It is given a reused buffer: clone anything that you keep.
         z0: A tensor, or a nested tuple, list or dict of tensors, of dtype float32, float64, bfloat16 or float16,
-            which is the dtype that f sees. The states of the solver are float64 whatever f computes in.
+            which is the dtype that f sees. The solver's own states are float64 or exact, whatever f computes in.
         args: Passed on to f. Gradients reach z0, tensors in args, the parameters of f and tensors that f closes
             over.
         {options}
@@ -78,7 +83,8 @@ def solve(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Solutio
         FloatingPointError: f returns NaN or infinity, or the iteration diverges.
         OverflowError: A magnitude does not fit the exact state.
         RuntimeError: f contains what cannot be repeated in the backward pass, such as BatchNorm in training mode.
-        ReconstructionError: In the backward pass, with check="raise".
+        TypeError, ValueError: An argument is of the wrong kind, or f returns something that is not shaped like z0.
+        ReconstructionError, ConvergenceError: In the backward pass, with check="raise".
 
     Example:
         >>> f = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
@@ -124,7 +130,7 @@ def _solve(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict
     monitor = None
     if options.check is not None:
         setting = f"beta = {scheme.beta:.6g}, max_steps = {options.max_steps}"
-        monitor = Monitor(options.check, call_site(), setting, scheme.remedy)
+        monitor = Monitor(options.check, call_site(), setting, scheme.name, scheme.remedy)
 
     def iterated() -> tuple[Iteration, Outcome]:
         function = Function(
@@ -136,8 +142,9 @@ def _solve(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict
 
     try:
         it, outcome = iterated()
-    except Kept:  # a cache that f has filled is there now, and its content is like any captured tensor
+    except CarriedOver:  # a cache that f has filled is there now, and its content is like any captured tensor
         it, outcome = iterated()
+    it.f.inputs.refuse_hooks_of_f()
     last = (*outcome.y_copy, *outcome.z_copy)
     inputs, adjoint = it.f.inputs.tensors, None
     if it.f.graph and options.gradient == "implicit" and inputs:

@@ -38,9 +38,9 @@ def refuse_running_statistics(func: Any, args: Any, kwargs: Any) -> None:
 class Buffers:
     """Around the first evaluation: notices when it changes a buffer that f can get at."""
 
-    def __init__(self, f: Any) -> None:
+    def __init__(self, modules: list[nn.Module]) -> None:
         self._before: list[tuple[str, Tensor, int, Tensor | None]] = []
-        for outermost in modules_of(f):
+        for outermost in modules:
             for path, module in outermost.named_modules():
                 for name, x in module._buffers.items():
                     if x is not None and not x.is_inference():
@@ -58,6 +58,27 @@ class Buffers:
                     buffer.copy_(copy)
         if changed and kind is None:
             raise RuntimeError(f"f changes its buffers {', '.join(name for name, *_ in changed)}, which {STATEFUL}")
+
+
+class BackwardHooks:
+    """Those on the modules of f in the forward pass. The graphs of a stored iteration would have them; those of the
+    backward pass have what is there then."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._before = [
+            (hooks, tuple(hooks))
+            for outermost in modules
+            for module in outermost.modules()
+            for hooks in (module._backward_hooks, module._backward_pre_hooks)
+        ]
+
+    def refuse_changes(self) -> None:
+        if any(tuple(hooks) != before for hooks, before in self._before):
+            raise RuntimeError(
+                "backward hooks on modules in f were added or removed after the solve, and they can change its "
+                "gradient, in which f is evaluated again: add them before the solve, and remove them after its "
+                "backward pass"
+            )
 
 
 def modules_of(f: Any) -> list[nn.Module]:
@@ -82,7 +103,7 @@ def _held_by(x: Any) -> Iterator[Any]:
     if hasattr(x, "_torchdynamo_orig_callable"):
         yield x._torchdynamo_orig_callable
     elif isinstance(x, types.FunctionType):
-        if x.__module__.split(".")[0] == "torch":
+        if (x.__module__ or "").split(".")[0] == "torch":  # exec may have made a function without one
             return
         for cell in x.__closure__ or ():
             try:

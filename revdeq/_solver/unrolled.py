@@ -43,13 +43,13 @@ def unrolled(
         y = around(half_step, y, z)
         z = around(half_step, z, y)
     last = (tree_unflatten(read(state), spec) for state in (y, z, before))
-    return tuple(last)  # type: ignore[return-value]
+    return tuple(last)
 
 
 def is_traced() -> bool:
     """Whether operations are being recorded, past which a kernel would write: by torch.export, torch.jit.trace, make_fx
     or an exporter that is built on them."""
-    if torch.jit.is_tracing() or getattr(torch.compiler, "is_exporting", lambda: False)():
+    if torch._C._get_tracing_state() is not None or getattr(torch.compiler, "is_exporting", lambda: False)():
         return True
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return proxies is not None and proxies.get_proxy_mode() is not None

@@ -18,7 +18,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "transformer": Transformer,
     "puzzle-net": PuzzleNet,
 }
-"""By the name that a preset gives."""
+"""The models by the name that a preset gives."""
 
 __all__ = [
     "MODELS",

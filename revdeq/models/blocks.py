@@ -19,12 +19,24 @@ LANGUAGE_FORMS = {**FORMS, "residual": "with residual paths"}
 
 
 class ConvBlock(nn.Module):
-    """The residual block of the image models (equation 8 of the paper):
+    """The residual block of the image models (equation 8 of the paper), f(z, x) =
 
-    norm(z + ReLU(norm(x + W2 * ReLU(norm(W1 * z)))))
+        norm(z + ReLU(norm(x + W2 * ReLU(norm(W1 * z)))))
 
-    with 3x3 convolutions, which widen `channels` by the factor `width` between them, and group norms.
-    form="authors": norm(ReLU(z + norm(x + W2 * ReLU(norm(W1 * z))))), with the same parameters.
+    with 3x3 convolutions and group norms.
+
+    Args:
+        channels: Of z and x.
+        width: The factor by which the first convolution widens the channels, and the second one narrows them.
+        form: "paper", or "authors": norm(ReLU(z + norm(x + W2 * ReLU(norm(W1 * z))))), with the same parameters.
+
+    Raises:
+        ValueError: The channels cannot be split into groups of 16, or an argument is none of the above.
+
+    Example:
+        >>> images = torch.randn(2, 16, 8, 8)
+        >>> revdeq.RevDEQ(revdeq.models.ConvBlock(16), beta=0.8)(images).shape
+        torch.Size([2, 16, 8, 8])
     """
 
     def __init__(self, channels: int, width: int = 1, form: str = "paper") -> None:
@@ -42,17 +54,32 @@ class ConvBlock(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """The block of the language model (equation 7 of the paper):
+    """The block of the language model (equation 7 of the paper), f(z, x) =
 
-    LN(MLP(LN(SelfAttention(W_QKV (z + x)))))
+        LN(MLP(LN(SelfAttention(W_QKV (z + x)))))
 
-    with causal attention, an output projection after it, an MLP with one hidden layer of 4 d units, and dropout
-    after the attention and after the MLP.
-    form="authors": h = z + SelfAttention(LN(z + x)), then h + MLP(LN(h)), with two hidden layers in the MLP. It has
-        no norm around the whole, so that it need not have a fixed point.
-    form="residual": u = z + x, h = LN(u + SelfAttention(u)), then LN(h + MLP(h)), with the parameters of "paper". As
-        printed, a new model hardly sees its own token: the equilibrium at the last of 64 positions moves by 9 % when
-        the token there changes, and by 74 % when all others do; with the residual paths, by 98 % and 17 %.
+    with causal attention, an output projection after it, an MLP with one hidden layer of 4 d units, and dropout after
+    the attention and after the MLP.
+
+    As printed, a new model hardly sees its own token: the equilibrium at the last of 64 positions moves by 9 % when the
+    token there changes, and by 74 % when all others do; with form="residual", by 98 % and 17 %.
+
+    Args:
+        d: The size of a position.
+        heads: The number of heads of the attention.
+        dropout: The probability with which an element is dropped.
+        wide_heads: Whether each head has the size d, and not d / heads, which takes `heads` times the parameters.
+        form: "paper", as above. "authors": h = z + SelfAttention(LN(z + x)), then h + MLP(LN(h)), with two hidden
+            layers in the MLP; it has no norm around the whole, so that it need not have a fixed point. "residual":
+            u = z + x, h = LN(u + SelfAttention(u)), then LN(h + MLP(h)), with the parameters of "paper".
+
+    Raises:
+        ValueError: d is not a multiple of heads, or an argument is none of the above.
+
+    Example:
+        >>> positions = torch.randn(2, 10, 32)
+        >>> revdeq.RevDEQ(revdeq.models.TransformerBlock(32, heads=4))(positions).shape
+        torch.Size([2, 10, 32])
     """
 
     def __init__(

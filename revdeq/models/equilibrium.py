@@ -21,14 +21,27 @@ TAKEN = {"stored": (*OF_ALL, "gamma"), "checkpointed": (*OF_ALL, "gamma"), "torc
 
 
 class Equilibrium(RevDEQ):
-    """A `RevDEQ`, whose options it takes by name, that can be solved by other means, too. It starts from z = 0.
+    """A `revdeq.RevDEQ` that can be solved by other means, too, to compare with.
 
-    solver: "reversible" is the paper's. "stored" and "checkpointed" compute the same, bit for bit, and are
-        differentiated by plain autograd and by torch.utils.checkpoint. "torchdeq" is the classical equilibrium model:
-        Anderson acceleration both ways, which ends at the relative residual `tol` if it is given, and the gradient
-        of the implicit function theorem. All of them draw one dropout mask per solve.
-    evaluations: the most that Anderson acceleration makes of f in the forward pass, and of its transposed Jacobian in
-        the backward pass; None: 2 `max_steps`. The gradient takes one evaluation of f more.
+    Args:
+        f: A module f(z, x).
+        solver: "reversible" is the paper's. "stored" and "checkpointed" compute the same as "reversible" with
+            state="float64", bit for bit, and are differentiated by plain autograd and by torch.utils.checkpoint.
+            "torchdeq" is the classical equilibrium model: Anderson acceleration both ways, which ends at the relative
+            residual `tol` if it is given, and the gradient of the implicit function theorem. All of them draw one
+            dropout mask per solve.
+        evaluations: For "torchdeq", the largest number of evaluations of f in the forward pass, and of products with
+            its transposed Jacobian in the backward pass. None is 2 `max_steps`. The gradient takes one evaluation of f
+            more.
+        options: The options of `revdeq.RevDEQ`, by name.
+
+    Raises:
+        ValueError: An option means nothing to this solver.
+        ImportError: solver is "torchdeq", which is not installed.
+
+    Example:
+        >>> revdeq.models.Equilibrium(Block(8), solver="stored", max_steps=4)(x).shape
+        torch.Size([4, 8])
     """
 
     def __init__(
@@ -40,12 +53,14 @@ class Equilibrium(RevDEQ):
         if solver == "torchdeq":
             _anderson(3, None)  # or an error that says what to install, now and not in the first forward pass
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, z0: Tensor | None = None) -> Tensor:  # type: ignore[override]
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # autocast lowers the precision inside f, not that of the state that f reads
         if self.solver == "reversible":
-            return super().forward(x)
-        f, z0 = _Repeated(self.f, x), torch.zeros_like(x, requires_grad=False)
+            return super().forward(x, z0=z0)
+        f = _Repeated(self.f, x)
+        if z0 is None:
+            z0 = torch.zeros_like(x, requires_grad=False)
         if self.solver != "torchdeq":
             solve = stored_graph if self.solver == "stored" else checkpointed
             z = solve(f, z0, beta=self.beta, gamma=self.gamma, max_steps=self.max_steps)

@@ -16,8 +16,16 @@ from .puzzle import PuzzleBlock, checked_puzzles, classifier, encoder
 class ResNet(nn.Module):
     """The pre-activation ResNet of He et al. (2016, "Identity mappings"): images (B, 3, H, W) to logits (B, classes).
 
-    channels: of each scale; each scale but the first begins by halving the image. The defaults are ResNet-18.
-    depth: the number of blocks at each scale.
+    The defaults are ResNet-18.
+
+    Args:
+        channels: Of each scale; each scale but the first begins by halving the image.
+        depth: The number of blocks at each scale, or one number for all.
+        classes: The number of classes.
+
+    Example:
+        >>> revdeq.models.ResNet(channels=(8, 16), depth=1)(torch.randn(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
 
     last = None
@@ -44,7 +52,16 @@ class ResNet(nn.Module):
 
     @classmethod
     def sized(cls, parameters: int, channels: Sequence[int] = (64, 128, 256, 512), **settings: Any) -> "ResNet":
-        """With nearly this many parameters: `channels` are kept in proportion."""
+        """A model with nearly this many parameters: `channels` are kept in proportion.
+
+        Args:
+            parameters: How many there should be.
+            channels: The proportions of the scales.
+            settings: Other arguments of the model, by name.
+
+        Returns:
+            The model.
+        """
         channels = by_scale("channels", channels)
 
         def scaled(widest: int) -> list[int]:
@@ -57,9 +74,19 @@ class ResNet(nn.Module):
 class Transformer(nn.Module):
     """A pre-norm transformer as GPT-2: tokens (B, T) to logits (B, T, vocabulary), with a tied head.
 
-    vocabulary, d, heads, length, dropout: as in `LanguageModel`; heads have the size d / heads.
-    depth: the number of layers.
-    hidden: units of the MLP of each layer; None: 4 d.
+    Args:
+        vocabulary: As for `LanguageModel`.
+        d: As for `LanguageModel`.
+        heads: As for `LanguageModel`; each has the size d / heads.
+        length: As for `LanguageModel`.
+        dropout: As for `LanguageModel`.
+        depth: The number of layers.
+        hidden: The number of units of the MLP of each layer. None is 4 d.
+
+    Example:
+        >>> model = revdeq.models.Transformer(vocabulary=100, d=16, heads=2, length=32, depth=2)
+        >>> model(torch.randint(100, (2, 12))).shape
+        torch.Size([2, 12, 100])
     """
 
     last = None
@@ -86,15 +113,32 @@ class Transformer(nn.Module):
 
     @classmethod
     def sized(cls, parameters: int, **settings: Any) -> "Transformer":
-        """With nearly this many parameters: `hidden` is chosen."""
+        """A model with nearly this many parameters: `hidden` is chosen.
+
+        Args:
+            parameters: How many there should be.
+            settings: Other arguments of the model, by name.
+
+        Returns:
+            The model.
+        """
         hidden = _nearest(lambda n: cls(hidden=n, **settings), parameters, "use a smaller d or depth")
         return cls(hidden=hidden, **settings)
 
 
 class PuzzleNet(nn.Module):
-    """As `PuzzleModel`, with a number of blocks that have parameters of their own in place of the equilibrium.
+    """A `PuzzleModel` with a number of blocks, each with parameters of its own, in place of the equilibrium.
 
-    depth: the number of blocks; each is the equilibrium's f, and the first one reads z = 0.
+    Args:
+        features: As for `PuzzleModel`.
+        dimensions: As for `PuzzleModel`.
+        channels: As for `PuzzleModel`.
+        classes: As for `PuzzleModel`.
+        depth: The number of blocks; each is the equilibrium's f, and the first one reads z = 0.
+
+    Example:
+        >>> revdeq.models.PuzzleNet(channels=8)(torch.randn(2, 3, 9, 9)).shape
+        torch.Size([2, 9, 9, 2])
     """
 
     last = None
@@ -116,7 +160,15 @@ class PuzzleNet(nn.Module):
 
     @classmethod
     def sized(cls, parameters: int, **settings: Any) -> "PuzzleNet":
-        """With nearly this many parameters: `channels` are chosen."""
+        """A model with nearly this many parameters: `channels` are chosen.
+
+        Args:
+            parameters: How many there should be.
+            settings: Other arguments of the model, by name.
+
+        Returns:
+            The model.
+        """
         channels = _nearest(lambda n: cls(channels=n, **settings), parameters, "use a smaller depth")
         return cls(channels=channels, **settings)
 
@@ -134,7 +186,18 @@ class Layer(nn.Module):
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Shared ones once."""
+    """The number of parameters of a model. Those that are shared count once.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        Their number.
+
+    Example:
+        >>> revdeq.models.count_parameters(nn.Linear(3, 2))
+        8
+    """
     return sum(p.numel() for p in model.parameters())
 
 

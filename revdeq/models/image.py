@@ -21,10 +21,19 @@ class SingleScale(EquilibriumModel):
 
     The defaults are the paper's, which quotes 170K parameters: 160,138 by its hyper-parameters.
 
-    channels, width: of the block.
-    form: "paper", or "authors" for the block of the authors' code.
-    block: makes another f, from `channels` and `width`.
-    max_steps, beta and other options: see `Equilibrium` and `revdeq.RevDEQ`.
+    Args:
+        channels: Of the block.
+        width: Of the block.
+        classes: The number of classes.
+        form: "paper", or "authors" for the block of the authors' code.
+        block: A function that makes another f, from `channels` and `width`. None is `ConvBlock`.
+        max_steps: As for `revdeq.RevDEQ`.
+        beta: As for `revdeq.RevDEQ`.
+        options: Other options of `Equilibrium` and `revdeq.RevDEQ`, by name.
+
+    Example:
+        >>> revdeq.models.SingleScale(channels=16)(torch.randn(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(
@@ -60,12 +69,21 @@ class MultiScale(EquilibriumModel):
     | 64, 128, 128, 256    | 2, 4, 4, 2   | 1, 4, 4, 1   | 5M               | 6,335,946  |
     | 128, 256, 256, 128   | 1, 3, 3, 1   | 4, 4, 4, 4   | 10M              | 10,319,754 |
 
-    channels, widths, max_steps: of each scale, of which there may be more or fewer than four. One width, or one number
-        of steps, may stand for all.
-    form: "paper", or "authors" for the block of the authors' code.
-    block: makes another f, from the channels and the width of a scale.
-    beta and other options: see `Equilibrium` and `revdeq.RevDEQ`; `evaluations` are of each scale, or one number for
-        all.
+    Args:
+        channels: Of each scale, of which there may be more or fewer than four.
+        widths: Of the block of each scale, or one number for all.
+        max_steps: Of each scale, or one number for all.
+        classes: The number of classes.
+        form: "paper", or "authors" for the block of the authors' code.
+        block: A function that makes another f, from the channels and the width of a scale. None is `ConvBlock`.
+        beta: As for `revdeq.RevDEQ`.
+        evaluations: As for `Equilibrium`, of each scale, or one number for all.
+        options: Other options of `Equilibrium` and `revdeq.RevDEQ`, by name.
+
+    Example:
+        >>> model = revdeq.models.MultiScale(channels=(8, 16), widths=1, max_steps=2)
+        >>> model(torch.randn(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(

@@ -23,12 +23,23 @@ class LanguageModel(EquilibriumModel):
     The defaults are the paper's, which quotes 94M parameters. They are counted as 93,987,840 with heads of the full
     size d each, and as 64,627,712 with heads of size d / 8 (wide_heads=False).
 
-    vocabulary: of tokens; the default is that of GPT-2, padded to a multiple of 64.
-    d, heads, wide_heads, dropout: see `TransformerBlock`.
-    length: of the longest sequence.
-    form: "paper", "authors" for the block of the authors' code, or "residual", see `TransformerBlock`.
-    block: makes another f, from `d`.
-    max_steps, beta and other options: see `Equilibrium` and `revdeq.RevDEQ`.
+    Args:
+        vocabulary: The number of tokens; the default is that of GPT-2, padded to a multiple of 64.
+        d: As for `TransformerBlock`.
+        heads: As for `TransformerBlock`.
+        length: Of the longest sequence.
+        dropout: As for `TransformerBlock`.
+        wide_heads: As for `TransformerBlock`.
+        form: "paper", "authors" for the block of the authors' code, or "residual", as for `TransformerBlock`.
+        block: A function that makes another f, from `d`. None is `TransformerBlock`.
+        max_steps: As for `revdeq.RevDEQ`.
+        beta: As for `revdeq.RevDEQ`.
+        options: Other options of `Equilibrium` and `revdeq.RevDEQ`, by name.
+
+    Example:
+        >>> model = revdeq.models.LanguageModel(vocabulary=100, d=16, heads=2, length=32)
+        >>> model(torch.randint(100, (2, 12))).shape
+        torch.Size([2, 12, 100])
     """
 
     def __init__(

@@ -19,8 +19,18 @@ CONVOLUTIONS: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d}
 
 
 class PuzzleBlock(nn.Module):
-    """LN(z + W2 * ReLU(W1 * z + x)), with convolutions of 3 (or 3x3) positions. The norm is over the channels of a
-    position: one over positions would depend on the size of the puzzle."""
+    """f(z, x) = LN(z + W2 * ReLU(W1 * z + x)), with convolutions of 3 (or 3x3) positions. The norm is over the channels
+    of a position: one over positions would depend on the size of the puzzle.
+
+    Args:
+        channels: Of z and x.
+        dimensions: 1 for strings, 2 for images.
+
+    Example:
+        >>> strings = torch.randn(2, 8, 20)
+        >>> revdeq.RevDEQ(revdeq.models.PuzzleBlock(8, dimensions=1), beta=0.8)(strings).shape
+        torch.Size([2, 8, 20])
+    """
 
     def __init__(self, channels: int, dimensions: int = 2) -> None:
         super().__init__()
@@ -48,11 +58,22 @@ class PuzzleModel(EquilibriumModel):
     """The equilibrium of a `PuzzleBlock` between two local maps: (B, features, positions ...) to logits
     (B, positions ..., classes).
 
-    features: channels of the input.
-    dimensions: 1 for strings, 2 for images.
-    channels: of the block.
-    block: makes another f, from `channels` and `dimensions`.
-    max_steps, beta and other options: see `Equilibrium` and `revdeq.RevDEQ`.
+    Args:
+        features: The number of channels of the input.
+        dimensions: 1 for strings, 2 for images.
+        channels: Of the block.
+        classes: The number of classes of a position.
+        noise: In training, every second puzzle starts from normal noise of this size, and not from 0, so that where a
+            model begins does not matter to where it ends. Without, some long strings end in states that only look
+            right nearby.
+        block: A function that makes another f, from `channels` and `dimensions`. None is `PuzzleBlock`.
+        max_steps: As for `revdeq.RevDEQ`.
+        beta: As for `revdeq.RevDEQ`.
+        options: Other options of `Equilibrium` and `revdeq.RevDEQ`, by name.
+
+    Example:
+        >>> revdeq.models.PuzzleModel(channels=8, max_steps=4)(torch.randn(2, 3, 9, 9)).shape
+        torch.Size([2, 9, 9, 2])
     """
 
     def __init__(
@@ -61,19 +82,28 @@ class PuzzleModel(EquilibriumModel):
         dimensions: int = 2,
         channels: int = 32,
         classes: int = 2,
+        noise: float = 0.0,
         block: Callable[[int, int], nn.Module] | None = None,
         max_steps: int = 16,
         beta: float = 0.8,
         **options: Any,
     ) -> None:
         super().__init__()
+        if not isinstance(noise, (int, float)) or not 0 <= noise < float("inf"):
+            raise ValueError(f"noise = {noise!r} must be a number of at least 0, of which z is about 1; 0 is none")
+        self.noise = noise
         self.encode = encoder(features, dimensions, channels)
         f = block(channels, dimensions) if block else PuzzleBlock(channels, dimensions)
         self.equilibrium = Equilibrium(f, max_steps=max_steps, beta=beta, **options)
         self.classify = classifier(channels, classes)
 
     def forward(self, puzzles: Tensor) -> Tensor:
-        return self.classify(self.equilibrium(self.encode(checked_puzzles(self.encode, puzzles))).movedim(1, -1))
+        x = self.encode(checked_puzzles(self.encode, puzzles))
+        z0 = None
+        if self.training and self.noise:
+            z0 = self.noise * torch.randn(x.shape, device=x.device)
+            z0[1::2] = 0
+        return self.classify(self.equilibrium(x, z0).movedim(1, -1))
 
 
 def encoder(features: int, dimensions: int, channels: int) -> nn.Module:

@@ -1,0 +1,45 @@
+"""Training of the paper's models, and of small ones: what `python -m revdeq train`, `evaluate` and `generate` call.
+
+It needs what `pip install 'revdeq[train]'` installs.
+"""
+
+import importlib as _importlib
+from typing import Any as _Any
+
+_PLACES = {
+    "checkpoint": ("CheckpointError",),
+    "presets": ("PRESETS", "Preset", "SettingError", "Training", "configured"),
+    "run": ("Diverged", "Score", "Stopped", "Trained", "evaluate", "restored", "train"),
+}
+"""What is public, and the module that has it, which is imported when it is first asked for: `--help` needs no NumPy."""
+
+__all__ = [
+    "PRESETS",
+    "CheckpointError",
+    "Diverged",
+    "Preset",
+    "Score",
+    "SettingError",
+    "Stopped",
+    "Trained",
+    "Training",
+    "configured",
+    "data",
+    "evaluate",
+    "generate",
+    "restored",
+    "train",
+]
+
+
+def __getattr__(name: str) -> _Any:
+    if name in ("data", "generate"):
+        return _importlib.import_module(f".{name}", __name__)
+    for module, names in _PLACES.items():
+        if name in names:
+            return getattr(_importlib.import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

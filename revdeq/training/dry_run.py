@@ -113,7 +113,7 @@ def _counted(model: nn.Module, inputs: Tensor, targets: Tensor) -> Count:
             saved[storage._cdata] = x  # kept alive, so that no other storage has its address
         return x
 
-    def once(layer: Equilibrium, x: Tensor) -> Tensor:
+    def once(layer: Equilibrium, x: Tensor, z0: Tensor | None = None) -> Tensor:
         nonlocal repeated, states
         with FlopCounterMode(display=False) as counter:
             z = layer.f(torch.zeros_like(x), x)
@@ -133,9 +133,9 @@ def _counted(model: nn.Module, inputs: Tensor, targets: Tensor) -> Count:
 
 
 @contextmanager
-def _replaced(forward: Callable[[Equilibrium, Tensor], Tensor]) -> Iterator[None]:
+def _replaced(forward: Callable[..., Tensor]) -> Iterator[None]:
     before = Equilibrium.forward
-    Equilibrium.forward = forward  # type: ignore[method-assign, assignment]
+    Equilibrium.forward = forward  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -17,14 +17,37 @@ from .presets import Preset, SettingError
 if TYPE_CHECKING:
     import tiktoken
 
+__all__ = ["generate"]
+
 
 def generate(
     path: Path, folder: Path | None, prompt: str, tokens: int, temperature: float = 1.0, seed: int = 0
 ) -> Iterator[str]:
-    """What the model in the checkpoint `path` writes after `prompt`, in pieces; temperature 0 is its first choice
-    always. `folder` has GPT-2's encoding; by default it is where the training found it.
+    """What a trained language model writes after a prompt.
 
     A model with a restricted vocabulary never writes a token outside of it.
+
+    Args:
+        path: Of the checkpoint.
+        folder: Where GPT-2's encoding is. None is where the training found it.
+        prompt: What the text begins with.
+        tokens: How many to add.
+        temperature: Of the draw; 0 always takes the likeliest token.
+        seed: Of the draw.
+
+    Returns:
+        The text, piece by piece.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is not of a language model.
+        SettingError: tokens or temperature is not possible.
+
+    Example:
+        >>> from revdeq.training.generate import generate
+        >>> small = {"updates": 2, "d": 16, "heads": 2, "vocabulary": "full", "evaluation_batches": 1}
+        >>> preset = revdeq.training.configured("wikitext2-tiny", small)
+        >>> rows = revdeq.training.train(preset, Path("data"), Path("runs/text"), device="cpu", quiet=True)
+        >>> text = "".join(generate(Path("runs/text/best.pt"), None, "The sea", tokens=20))
     """
     if tokens < 1:
         raise SettingError(f"tokens={tokens}: it must be 1 or larger")

@@ -31,18 +31,33 @@ class SettingError(ValueError):
 class Training:
     """How to train.
 
-    epochs, updates: at most so many passes through the data, and so many updates of the parameters.
-    batch: examples (images or sequences) per update, of all processes together.
-    lr, weight_decay: of AdamW; lr is where the schedule begins (plateau) or its peak (cosine).
-    schedule: "plateau" halves lr when the mean loss of 200 updates has not improved 10 times running, and ends the
-        training below 1e-6; "cosine" rises linearly for `warmup` updates and then falls to 0 at the end; "constant".
-    clip: the largest norm of the gradient.
-    autocast: None, "bfloat16" or "float16" (with a scaled loss).
-    compile: torch.compile of f.
-    seed: of the initial parameters, of the order of the data, its augmentation, and of dropout.
-    evaluation_batches: evaluate on the first so many batches of a split, to save time (None: all of it).
-    log_every, evaluate_every, save_every: updates between a line of metrics, an evaluation (None: an epoch), and a
-        checkpoint (there is one after every evaluation, too).
+    Args:
+        epochs: At most so many passes through the data.
+        updates: At most so many updates of the parameters; None is as many as the epochs have.
+        batch: The number of examples (images or sequences) per update, of all processes together.
+        lr: The learning rate of AdamW, where the schedule begins (plateau) or at its peak (cosine).
+        weight_decay: Of AdamW.
+        schedule: "plateau" halves lr when the mean loss of 200 updates has not improved 10 times running, and ends the
+            training below 1e-6; "cosine" rises linearly for `warmup` updates and then falls to 0 at the end;
+            "constant".
+        warmup: The number of updates over which lr rises.
+        clip: The largest norm of the gradient; None does not limit it.
+        autocast: None, "bfloat16" or "float16" (with a scaled loss).
+        compile: Whether to compile f.
+        seed: Of the initial parameters, of the order of the data, its augmentation, and of dropout.
+        evaluation_batches: Evaluate on the first so many batches of a split, to save time; None is all of it.
+        log_every: The number of updates between lines of metrics.
+        evaluate_every: The number of updates between evaluations; None is an epoch.
+        save_every: The number of updates between checkpoints; there is one after every evaluation, too.
+        tune_every: The number of updates after which beta and gamma are chosen anew, by `revdeq.tune` for the next
+            batch; None leaves them as they are.
+
+    Raises:
+        SettingError: A value is not possible.
+
+    Example:
+        >>> revdeq.training.Training(epochs=2, lr=3e-3, schedule="cosine", warmup=100).batch
+        64
     """
 
     epochs: int = 100
@@ -60,6 +75,7 @@ class Training:
     log_every: int = 20
     evaluate_every: int | None = None
     save_every: int = 200
+    tune_every: int | None = None
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
@@ -76,6 +92,7 @@ class Training:
             "clip",
             "evaluation_batches",
             "log_every",
+            "tune_every",
             "evaluate_every",
             "save_every",
         ):
@@ -96,11 +113,20 @@ class Training:
 class Preset:
     """What to train.
 
-    name: of the preset from which it comes.
-    data, model: names in `DATASETS` and in `MODELS`.
-    settings: keywords of the model and of the data set; one that both have goes to both. max_steps may be a range:
-        with (5, 20), each update draws the number of its steps, and evaluations take 20.
-    quoted: the number of parameters that the paper states.
+    Args:
+        name: Of the preset from which it comes.
+        data: A name in `revdeq.training.data.DATASETS`.
+        model: A name in `revdeq.models.MODELS`.
+        settings: Keywords of the model and of the data set; one that both have goes to both. max_steps may be a range:
+            with (5, 20), each update draws the number of its steps, and evaluations take 20.
+        training: How to train it.
+        quoted: The number of parameters that the paper states.
+
+    Example:
+        >>> training = revdeq.training.Training(updates=100)
+        >>> preset = revdeq.training.Preset("mine", "mazes", "puzzle", {"cells": 3, "channels": 16}, training)
+        >>> revdeq.models.count_parameters(preset.build(features=3, dimensions=2))
+        5426
     """
 
     name: str
@@ -111,12 +137,24 @@ class Preset:
     quoted: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON and checkpoints hold it."""
+        """The preset as JSON and checkpoints hold it.
+
+        Returns:
+            Plain values by name.
+        """
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in self.settings.items()}
         return {**dataclasses.asdict(self), "settings": plain}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "Preset":
+        """The preset that JSON or a checkpoint holds.
+
+        Args:
+            saved: What `to_dict` returned, also in an earlier version.
+
+        Returns:
+            The preset.
+        """
         settings, training = renamed(saved["settings"]), dict(saved["training"])
         if "vocabulary" in training:  # of version 0.1.0, which had no validation images either
             if saved["data"] == "cifar10":
@@ -127,12 +165,17 @@ class Preset:
         return cls(**{**saved, "settings": settings, "training": Training(**training)})
 
     def flat(self) -> dict[str, Any]:
+        """All settings, of the model, the data set and the training, in one dict.
+
+        Returns:
+            Plain values by name.
+        """
         saved = self.to_dict()
         return {"preset": self.name, "model": self.model, **saved["settings"], **saved["training"]}
 
     @property
     def range_of_steps(self) -> tuple[int, int] | None:
-        """Where max_steps is a pair, and not the number of steps of each of two scales."""
+        """The fewest and the most steps, where max_steps is a range; None where it is a number, or one per scale."""
         pair, scales = (
             value if isinstance(value, (tuple, list)) else ()
             for value in (self.settings.get("max_steps"), self.settings.get("channels"))
@@ -145,7 +188,17 @@ class Preset:
         return fewest, most
 
     def changed(self, changes: Mapping[str, Any]) -> "Preset":
-        """With some of its settings changed."""
+        """The preset with some of its settings changed.
+
+        Args:
+            changes: Settings of the model, of the data set or of the training, by name; or "model".
+
+        Returns:
+            Another preset.
+
+        Raises:
+            SettingError: There is no such setting, or it cannot have this value.
+        """
         from .data import settings as settings_of_data  # which needs NumPy, and `--help` does not
 
         changes, preset = renamed(changes), self
@@ -171,7 +224,17 @@ class Preset:
         )
 
     def build(self, **shapes: Any) -> nn.Module:
-        """The model; shapes: keywords of it that follow from the data."""
+        """Make the model.
+
+        Args:
+            shapes: Keywords of the model that follow from the data, `dataset.shapes`.
+
+        Returns:
+            A new model.
+
+        Raises:
+            SettingError: It cannot be made with these settings.
+        """
         known = keywords(self.model)
         own = {key: value for key, value in self.settings.items() if key in known}
         if self.range_of_steps is not None:
@@ -253,7 +316,7 @@ PRESETS = {
             "prefix-tiny",
             "prefix-sums",
             "puzzle",
-            {"bits": 16, "channels": 48, "max_steps": (5, 20), "beta": 0.8},
+            {"bits": 16, "channels": 48, "noise": 1.0, "max_steps": (5, 20), "beta": 0.8},
             dataclasses.replace(PUZZLES, lr=4e-3, updates=500, batch=32, evaluate_every=100),
         ),
         Preset(
@@ -265,10 +328,26 @@ PRESETS = {
         ),
     )
 }
+"""The presets by name. `python -m revdeq train --help` lists them."""
 
 
 def configured(name: str, changes: Mapping[str, Any] | None = None) -> Preset:
-    """The preset `name` with some of its settings changed."""
+    """A preset with some of its settings changed.
+
+    Args:
+        name: Of the preset.
+        changes: Settings of the model, of the data set or of the training, by name.
+
+    Returns:
+        The preset.
+
+    Raises:
+        SettingError: There is no such preset or setting, or it cannot have this value.
+
+    Example:
+        >>> revdeq.training.configured("cifar10-tiny", {"lr": 1e-3}).training.lr
+        0.001
+    """
     if name not in PRESETS:
         raise SettingError(f"there is no preset {name!r}{nearest(name, PRESETS)}: there are {', '.join(PRESETS)}")
     return PRESETS[name].changed(changes or {})

@@ -90,5 +90,5 @@ def _checked(name: str) -> torch.device:
         device = _device.of_this_process(device.type)
     if device not in (known := _device.devices()) and device.type != "cpu":
         there = ", ".join(map(str, known[:-1])) or "no GPU"
-        raise SettingError(f"--device {name}: there is {there}; use cpu, or leave it out")
+        raise SettingError(f"--device {name}: this machine has {there}; use cpu, or leave it out")
     return device

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from .. import _device
-from .._solver.layer import RevDEQ
+from .._solver.layer import RevDEQ, tune_layers
 from ..models import count_parameters
 from . import checkpoint, data, record
 from .checkpoint import CheckpointError
@@ -38,11 +38,11 @@ SMALLEST_LR = 1e-6
 
 
 class Diverged(ArithmeticError):
-    """The loss is not a number any more."""
+    """A training diverged: its loss is NaN or infinite, or a solve overflowed. The message says what to try."""
 
 
 class Stopped(Exception):
-    """A signal ended the training; it was saved and can be continued."""
+    """A signal ended the training, which was saved and can be continued. Its `number` is that of the signal."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -50,7 +50,19 @@ class Stopped(Exception):
 
 
 class Score(NamedTuple):
-    """Of a model on a split. metric is the accuracy, or the perplexity, …; evaluations are those of f, per example."""
+    """What `evaluate` found.
+
+    Attributes:
+        loss: The mean loss of a target.
+        metric: The accuracy, the perplexity, or whatever the data set is judged by.
+        targets: The number of targets.
+        evaluations: How often f was evaluated for an example, on average; None for an explicit model.
+        residual: The mean residual; None for an explicit model.
+
+    Example:
+        >>> revdeq.training.Score(loss=0.5, metric=0.8, targets=100, evaluations=8.0, residual=1e-3).metric
+        0.8
+    """
 
     loss: float
     metric: float
@@ -67,7 +79,34 @@ def train(
     device: str | None = None,
     quiet: bool = False,
 ) -> list[dict[str, Any]]:
-    """Train in the folder `out` with the data in `folder`; the rows of its metrics.csv."""
+    """Train a preset. It leaves config.json, metrics.csv, metrics.png, last.pt and best.pt in a folder.
+
+    Under torchrun every process calls it, and trains on its share of each batch.
+
+    Args:
+        preset: What to train, and how.
+        folder: Where the files of the data set are; None, if it has none.
+        out: The folder of the run.
+        resume: Whether to continue from `last.pt` in that folder, if it is there.
+        device: Such as "cpu" or "cuda:1". None is a GPU, if there is one.
+        quiet: Whether to print nothing.
+
+    Returns:
+        The rows of metrics.csv.
+
+    Raises:
+        CheckpointError: There is a run in that folder already, or something cannot be written or read.
+        DataError: The data set cannot be found or read.
+        SettingError: The settings do not go together.
+        Diverged: The loss is NaN or infinite.
+        Stopped: A signal ended the training.
+
+    Example:
+        >>> preset = revdeq.training.configured("prefix-tiny", {"updates": 2, "channels": 4, "evaluation_batches": 1})
+        >>> rows = revdeq.training.train(preset, None, Path("runs/prefix"), device="cpu", quiet=True)
+        >>> rows[-1]["update"]
+        2
+    """
     processes = Processes(device)
     with processes.connected():
         return _train(preset, folder, out, resume, processes, quiet)  # nothing of it is left when they part
@@ -89,7 +128,19 @@ def _train(
 
 
 class Trained(NamedTuple):
-    """What a checkpoint makes: a model, and the data that it was trained on."""
+    """What `restored` finds in a checkpoint.
+
+    Attributes:
+        preset: What was trained, with the changes that were asked for.
+        dataset: The data.
+        model: The model, with its weights.
+        update: The number of updates that it was trained for.
+        saved: All that the checkpoint holds.
+
+    Example:
+        >>> revdeq.training.Trained._fields
+        ('preset', 'dataset', 'model', 'update', 'saved')
+    """
 
     preset: Preset
     dataset: DataSet
@@ -101,9 +152,27 @@ class Trained(NamedTuple):
 def restored(
     path: Path, folder: Path | None, changes: Mapping[str, Any] | None = None, device: str | torch.device = "cpu"
 ) -> Trained:
-    """The model in a checkpoint.
+    """The model in a checkpoint, and the data that it was trained on.
 
-    folder: with the data. changes: settings to differ from those of the training, max_steps for example.
+    Args:
+        path: Of the checkpoint: best.pt or last.pt in the folder of a run.
+        folder: Where the files of the data set are; None, if it has none.
+        changes: Settings to differ from those of the training, max_steps for example.
+        device: Where to put the model and the data.
+
+    Returns:
+        A `Trained`.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is damaged or of another program.
+        SettingError: There is no such setting.
+
+    Example:
+        >>> preset = revdeq.training.configured("prefix-tiny", {"updates": 2, "channels": 4, "evaluation_batches": 1})
+        >>> rows = revdeq.training.train(preset, None, Path("runs/prefix"), device="cpu", quiet=True)
+        >>> trained = revdeq.training.restored(Path("runs/prefix/best.pt"), None, {"max_steps": 40})
+        >>> trained.model.equilibrium.max_steps
+        40
     """
     saved = checkpoint.load(path)
     preset = Preset.from_dict(saved["preset"]).changed(changes or {})
@@ -225,6 +294,8 @@ class Run:
         inputs, targets = (self.processes.share(part) for part in self._batch()[:2])
         self._take_steps()
         self.parallel.train()
+        if self.training.tune_every is not None and self.update % self.training.tune_every == 0:
+            self._tune(inputs)
         device = self.processes.device.type
         with torch.autocast(device, **_autocast(self.training.autocast)):
             logits = self.parallel(inputs)
@@ -239,6 +310,17 @@ class Run:
         if self.schedule is not None and not isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau):
             self.schedule.step()
         return loss.detach()
+
+    def _tune(self, inputs: Tensor) -> None:
+        """All processes take what the first one finds for its share of the batch."""
+        self.model.eval()  # so that no running statistic moves
+        if self.processes.first:
+            with torch.autocast(self.processes.device.type, **_autocast(self.training.autocast)):
+                tune_layers(self.model, inputs)
+        for layer in self.model.modules():
+            if isinstance(layer, RevDEQ):
+                layer.use(*self.processes.all_of((layer.beta, layer.gamma))[0])
+        self.model.train()
 
     def _take_steps(self, most: bool = False) -> None:
         """Where max_steps is a range, those of this update, or the most; the same on all processes."""
@@ -371,7 +453,26 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> T
 def evaluate(
     model: nn.Module, dataset: DataSet, split: str, training: Training, processes: Processes | None = None
 ) -> Score:
-    """The loss and the metric on a split, each process a share of the batches."""
+    """The loss and the metric of a model on a split.
+
+    Args:
+        model: The model, which is put into evaluation mode.
+        dataset: The data.
+        split: One of `dataset.splits`.
+        training: Its batch size, its autocast and the number of its evaluation_batches are used.
+        processes: Each takes a share of the batches. None is those of torchrun, or this one.
+
+    Returns:
+        A `Score`.
+
+    Example:
+        >>> preset = revdeq.training.configured("prefix-tiny", {"channels": 4, "evaluation_batches": 1})
+        >>> dataset = revdeq.training.data.load(preset.data, None, preset.settings)
+        >>> model = preset.build(**dataset.shapes)
+        >>> score = revdeq.training.evaluate(model, dataset, "test", preset.training)
+        >>> score.targets  # 32 strings of 16 bits
+        512
+    """
     processes = processes or Processes()
     model.eval()
     sums = torch.zeros(6, dtype=torch.float64)

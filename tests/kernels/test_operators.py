@@ -99,7 +99,7 @@ def test_bad_arguments_are_named():
 
 
 def test_a_backend_must_be_known(monkeypatch):
-    with pytest.raises(ValueError, match="backend.name. is 'cuda': expected one of 'triton', 'cpu', 'reference'"):
+    with pytest.raises(ValueError, match="backend.name. is 'cuda': expected one of 'triton', 'cpu', .*'reference'"):
         with kernels.backend("cuda"):
             pass
     monkeypatch.setenv("REVDEQ_BACKEND", "c")
@@ -134,10 +134,18 @@ def test_the_environment_forces_a_backend_and_a_context_overrides_it(monkeypatch
         assert kernels.half_step_for(torch.device("cpu")) is cpu.HalfStep
 
 
+def test_a_state_that_a_backend_does_not_have_yet_is_stepped_by_the_reference(monkeypatch):
+    monkeypatch.setitem(backends.REFERENCE.states, "new", reference)
+    assert kernels.half_step_for(torch.device("cpu"), "new") is reference.HalfStep
+    monkeypatch.setattr(cpu, "library", object())
+    with kernels.backend("cpu"), pytest.raises(RuntimeError, match="it has no new state: use 'reference'"):
+        kernels.half_step_for(torch.device("cpu"), "new")
+
+
 def test_every_backend_says_where_it_runs_and_which_states_it_has():
     for name, backend in backends.BACKENDS.items():
         assert backend.name == name and backend.title and backend.repair
-        assert backend.states.keys() == {"float64", "exact"}
+        assert {"float64", "exact"} <= backend.states.keys() <= backends.REFERENCE.states.keys()
         trouble = backend.trouble_on(torch.device("cpu"))
         assert trouble is None or (trouble.why and trouble.remedy)
     assert backends.REFERENCE.trouble_on(torch.device("meta")) is None

@@ -50,7 +50,9 @@ def test_a_plan_of_steps_that_differ_never_outgrows_the_room():
 def test_steps_may_differ(exact_half_step, gamma):
     """Each half-step has its own radix, and the way back takes them in the opposite order."""
     half_step, device = exact_half_step
-    radices = [Radix.nearest(beta, 24, gamma) for beta in (0.5, 0.9, 0.6, 0.95, 0.95, 0.9, 0.9, 0.95, 0.9, 0.8, 1.2, 0.9)]
+    radices = [
+        Radix.nearest(beta, 24, gamma) for beta in (0.5, 0.9, 0.6, 0.95, 0.95, 0.9, 0.9, 0.95, 0.9, 0.8, 1.2, 0.9)
+    ]
 
     def there_and_back(half_step):
         generator = torch.Generator().manual_seed(3)
@@ -336,22 +338,28 @@ def test_another_beta_becomes_the_nearest_fraction():
 def test_values_out_of_range_are_errors_with_the_step_and_the_remedy():
     with pytest.raises(
         OverflowError,
-        match=r"left in step 2: with f at 150, .*below 128; use state=revdeq.Exact\(fraction_bits=22\)",
+        match=r"overflow in step 2: f reached 150, .*below 128; use state=revdeq.Exact\(fraction_bits=22\)",
     ):
         revdeq.solve(lambda z: z * 0 + torch.where(z.abs() > 50, 150.0, 100.0), torch.zeros(3), state="exact")
     roomy = revdeq.solve(lambda z: z * 0 + 150.0, torch.zeros(3), state=revdeq.Exact(fraction_bits=22))
     torch.testing.assert_close(roomy.z, torch.full((3,), 150.0), rtol=0.01, atol=0)
-    with pytest.raises(FloatingPointError, match="left in step 1: f is not finite"):
+    with pytest.raises(FloatingPointError, match="overflow in step 1: f is not finite"):
         revdeq.solve(lambda z: z / 0, torch.zeros(3), state="exact")
-    with pytest.raises(OverflowError, match="z0 does not fit the exact state: with z0 at 500, where"):
+    with pytest.raises(OverflowError, match="z0 does not fit the exact state: z0 reached 500, but"):
         revdeq.solve(torch.cos, torch.full((3,), 500.0), state="exact")
+
+
+@pytest.mark.cpu
+def test_a_state_that_outgrows_its_range_is_not_blamed_on_f():
+    with pytest.raises(OverflowError, match=r"in step 1: the state outgrew 128, .* while f was at 100: .*diverges"):
+        revdeq.solve(lambda z: 0 * z + 100, torch.full((3,), -100.0), beta=1.9, state="exact")
 
 
 @pytest.mark.cpu
 def test_where_looking_would_wait_an_error_comes_with_a_later_solve(monkeypatch):
     monkeypatch.setattr("revdeq._device.can_look", lambda x: False)
     revdeq.solve(lambda z: z / 0, torch.zeros(3), state="exact")
-    with pytest.raises(FloatingPointError, match="left in step 1"):
+    with pytest.raises(FloatingPointError, match="overflow in step 1"):
         revdeq.solve(torch.cos, torch.zeros(3))
 
 

@@ -152,7 +152,7 @@ def test_a_verdict_that_is_not_ready_does_not_hold_up_another_devices():
 def test_with_a_tolerance_an_overflow_is_told_by_the_solve_itself(value):
     """z0 or f: every step is waited for anyway, and no more than once."""
     z0 = torch.full((3,), value, device=DEVICE)
-    what = "z0 does not fit the exact state" if value > 128 else "left in step 2: with f at 150"
+    what = "z0 does not fit the exact state" if value > 128 else "overflow in step 2: f reached 150"
 
     def f(z):
         return torch.where(z.abs() > 110, 150.0, 120.0) + 0 * z

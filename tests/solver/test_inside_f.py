@@ -131,26 +131,6 @@ def test_hooks_on_parameters_fire_once(as_closure):
     assert all(torch.equal(d, 2 * p) for d, p in zip(doubled, plain, strict=True))
 
 
-def test_a_hook_on_what_a_custom_function_takes_costs_no_gradient():
-    """It takes its inputs past every mode, so that an alias cannot be put in their place: only there a hook sees
-    the parts of a gradient."""
-
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, z, w):
-            ctx.save_for_backward(z, w)
-            return z * w
-
-        @staticmethod
-        def backward(ctx, g):
-            z, w = ctx.saved_tensors
-            return g * w, g * z
-
-    weight = torch.rand(4, requires_grad=True)
-    weight.register_hook(lambda g: None)
-    compare(lambda z: torch.tanh(Scale.apply(z, weight) + weight), torch.zeros(3, 4), inputs=[weight])
-
-
 def test_a_captured_result_that_keeps_its_gradient():
     x = torch.randn(3, 6, requires_grad=True)
     encoded = x * 2

@@ -69,6 +69,66 @@ def test_a_function_that_changes_between_the_passes_is_noticed():
         run(drifting, check="raise")
 
 
+def drifting_beside(large):
+    """Eight features of magnitude 1, which f shifts by 1e-3 in the backward pass, and a ninth for `large`."""
+    linear, calls = block(), 0
+
+    def f(z):
+        nonlocal calls
+        calls += 1
+        return torch.cat([linear(z[:, :8]) + 1e-3 * (calls > 4), large(z[:, 8:])], 1)
+
+    return f
+
+
+@pytest.mark.cpu
+def test_one_large_feature_does_not_hide_an_error_elsewhere():
+    """Nor is its own rounding, relative to the others, an error."""
+    f, z0 = drifting_beside(lambda z: 0 * z + 1e3), torch.randn(5, 9)
+    z = revdeq.solve(f, z0, max_steps=2, state="float64", check="raise").z
+    with pytest.raises(revdeq.ReconstructionError):
+        z.sum().backward()
+    linear = block()
+    z = revdeq.solve(
+        lambda z: torch.cat([linear(z[:, :8]), 0 * z[:, 8:] + 1e6], 1), z0, max_steps=8, state="float64", check="raise"
+    ).z
+    z.sum().backward()
+
+
+@pytest.mark.cpu
+def test_one_large_tensor_does_not_hide_an_error_in_another():
+    f = drifting_beside(lambda z: z)
+    z0 = {"small": torch.randn(5, 8), "large": torch.full((3,), 1e3)}
+    solution = revdeq.solve(
+        lambda z: {"small": f(z["small"]), "large": 0.5 * z["large"] + 500}, z0,
+        max_steps=2, state="float64", check="raise",
+    )  # fmt: skip
+    with pytest.raises(revdeq.ReconstructionError):
+        solution.z["small"].sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("values", "typical"),
+    [([3.0], 3.0), ([0.0, 0.0], 1e-30), ([0.0, -2.0, 0.0, 1.0, 9.0], 2.0), ([], 1e-30), ([1e-40], 1e-30)],
+)
+def test_the_typical_magnitude_is_the_median_of_what_is_not_zero(values, typical):
+    found = monitor.typical_magnitude(torch.tensor(values))
+    assert found.shape == () and found.dtype == torch.float32
+    assert found.item() == pytest.approx(typical)
+
+
+def test_the_typical_magnitude_meets_every_feature():
+    """In a sample of 1,024 of many: half of 64 features are large, wherever they stand."""
+    for shape in ((64, 3, 1000), (3000, 64), (64, 64, 64)):
+        axis = shape.index(64)
+        x = torch.ones(shape) * torch.tensor([1.0, 100.0] * 32).view(
+            [-1 if i == axis else 1 for i in range(len(shape))]
+        )
+        assert monitor.typical_magnitude(x).item() in (1.0, 100.0)
+        x.narrow(axis, 0, 40).fill_(5.0)
+        assert monitor.typical_magnitude(x).item() == 5.0
+
+
 @pytest.mark.parametrize("beta", [0.5, 0.75, 0.8, 0.9])
 def test_a_silent_gradient_is_a_right_one(beta):
     """What passes the check is within 3e-5 of the stored graph, over all depths."""
@@ -102,3 +162,12 @@ def test_an_empty_state_has_nothing_to_lose():
     revdeq.solve(torch.cos, z0, check="raise").z.sum().backward()
     zero = torch.zeros(3, requires_grad=True)
     revdeq.solve(lambda z: 0 * z, zero, check="raise").z.sum().backward()
+
+
+@pytest.mark.cpu
+def test_an_iteration_that_diverges_is_named_as_the_cause():
+    weight = torch.tensor(40.0, requires_grad=True)
+    settings = {"beta": 0.8, "max_steps": 8, "state": "float64", "check": "raise"}
+    z = revdeq.solve(lambda z: weight * z + 1, torch.randn(5, 8), **settings).z
+    with pytest.raises(revdeq.ReconstructionError, match="The iteration does not converge: z is of size"):
+        z.sum().backward()

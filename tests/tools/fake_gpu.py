@@ -237,7 +237,7 @@ class Tensor(torch.Tensor):
 
     @property
     def data(self):
-        return self.detach()
+        return Tensor(self.raw, self.index)  # whose changes in place are not counted
 
     @data.setter
     def data(self, other):

@@ -1,7 +1,8 @@
 """What a compiled kernel does to a full block, read off its machine code: SASS for NVIDIA, amdgcn for AMD.
 
 A kernel takes one of two ways: full blocks go without masks, in wide accesses, and the last block is masked, element
-by element. The way of a full block is the one with the fewest accesses of those with a 16-byte one.
+by element. The way of a full block is the one with the fewest accesses of those with a 16-byte load. It goes through a
+loop over rows once, which may be several rows, if the compiler has unrolled it.
 """
 
 import dataclasses
@@ -42,8 +43,9 @@ class Instruction:
 
     @property
     def fused(self):
-        """A multiply-add of floats."""
-        return bool(re.match(r"DFMA|FFMA|v_(pk_|dual_)?(fma|mad|mac)\w*_f\d\d", self.opcode))
+        """Multiply-adds of floats: AMD may write two in one instruction."""
+        halves = f"{self.opcode} {self.operands}".split(" :: ")
+        return sum(bool(re.match(r"DFMA|FFMA|v_(pk_|dual_)?(fma|mad|mac)\w*_f\d\d", half.strip())) for half in halves)
 
 
 def text_of(kernel):
@@ -119,11 +121,11 @@ def full_block(places, code):
             continue
         done.add((index, wide))
         access = code[index].access
-        wide = wide or (access is not None and access[1] == 16)
+        wide = wide or access == ("load", 16)
         cost = (cost[0] + (access is not None), cost[1] + 1)
         for following in successors(index, places, code):
             heapq.heappush(queue, (cost, following, wide, (index, way)))
-    raise AssertionError("no way through the kernel makes a 16-byte access")
+    raise AssertionError("no way through the kernel makes a 16-byte load")
 
 
 def _unrolled(way):
@@ -163,9 +165,6 @@ class Statistics:
             mark = "" if (field.name in ("registers", "masked") and found <= allowed) or found == allowed else "  <--"
             lines.append(f"{field.name:12}{_in_words(allowed):>64}{_in_words(found):>64}{mark}")
         return lines
-
-    def bytes_of(self, kind):
-        return sum(count * width for (k, width), count in self.accesses.items() if k == kind)
 
 
 def _in_words(value):

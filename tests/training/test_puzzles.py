@@ -88,6 +88,21 @@ def test_a_model_reads_puzzles_of_every_size():
         PuzzleModel(dimensions=3)
 
 
+def test_noise_is_where_every_second_puzzle_of_a_training_begins():
+    torch.manual_seed(0)
+    quiet, noisy = PuzzleModel(channels=8, max_steps=1), PuzzleModel(channels=8, max_steps=1, noise=1.0)
+    noisy.load_state_dict(quiet.state_dict())
+    puzzles = torch.randn(6, 3, 5, 5)
+    expected = quiet(puzzles)
+    torch.manual_seed(1)
+    trained, generator = noisy(puzzles), torch.get_rng_state()
+    same = (trained == expected).flatten(1).all(1)
+    assert same.tolist() == [False, True] * 3
+    torch.manual_seed(1)
+    assert torch.equal(noisy(puzzles), trained) and torch.equal(torch.get_rng_state(), generator)
+    assert torch.equal(noisy.eval()(puzzles), expected)
+
+
 def test_an_explicit_network_of_equal_size():
     with torch.device("meta"):
         parameters = count_parameters(PuzzleModel(channels=32))
@@ -135,7 +150,7 @@ def test_a_data_set_of_ones_own_is_a_class_and_an_entry(tmp_path, monkeypatch):
 
 
 def test_more_steps_solve_larger_puzzles_than_those_of_the_training(tmp_path):
-    settings = {"bits": 8, "channels": 24, "max_steps": (4, 10), "updates": 200, "lr": 6e-3, "evaluation_batches": 1}
+    settings = {"bits": 8, "channels": 24, "noise": 0.0, "max_steps": (4, 10), "updates": 200, "lr": 6e-3}
     train.train(configured("prefix-tiny", settings), None, tmp_path / "run", quiet=True)
 
     def solved(bits, max_steps):

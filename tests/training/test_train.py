@@ -235,6 +235,20 @@ def test_resuming_a_plateau_bit_for_bit(folder, tmp_path, monkeypatch):
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
+def test_coefficients_are_tuned_on_the_way_and_resumed_bit_for_bit(folder, tmp_path):
+    preset = small(tune_every=5)
+    train.train(preset, folder, tmp_path / "whole", quiet=True)
+    saved = checkpoint.load(tmp_path / "whole/last.pt")["model"]
+    found = {name: x.tolist() for name, x in saved.items() if name.endswith("coefficients")}
+    assert found and all(pair != [0.8, 1.0] for pair in found.values())
+    with pytest.MonkeyPatch.context() as patch:
+        stop_by_signal(patch, 7)  # between two searches
+        with pytest.raises(train.Stopped):
+            train.train(preset, folder, tmp_path / "run", quiet=True)
+    train.train(preset, folder, tmp_path / "run", resume=True, quiet=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
 def process(*arguments, launcher=("-m", "revdeq"), **more):
     """With the package that is being tested, wherever it was imported from."""
     environment = {**os.environ, "PYTHONPATH": str(Path(revdeq.__file__).parent.parent), "OMP_NUM_THREADS": "1"}

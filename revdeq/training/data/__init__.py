@@ -50,18 +50,43 @@ DATASETS = {
     "prefix-sums": Entry(PrefixSums),
     "mazes": Entry(Mazes),
 }
-"""By the name that a preset gives."""
+"""The data sets by the name that a preset gives."""
 
 
 def settings(name: str) -> set[str]:
-    """What can be set of a data set."""
+    """The names of what can be set of a data set.
+
+    Args:
+        name: Of the data set.
+
+    Returns:
+        The keywords of its class.
+
+    Example:
+        >>> sorted(revdeq.training.data.settings("mazes"))
+        ['cells', 'longest_of']
+    """
     return {*inspect.signature(DATASETS[name].make).parameters} - {"folder", "saved"}
 
 
 def load(name: str, folder: Path | None, chosen: Mapping[str, Any], saved: Mapping[str, Any] | None = None) -> DataSet:
-    """The data set called `name`, with those of the chosen settings that are its own.
+    """A data set by its name.
 
-    folder: where its files are. saved: what a checkpoint holds of it.
+    Args:
+        name: A name in `DATASETS`.
+        folder: Where its files are; None, if it has none.
+        chosen: Settings, of which those are used that are its own.
+        saved: What a checkpoint holds of it.
+
+    Returns:
+        The data set.
+
+    Raises:
+        DataError: It cannot be found or read.
+
+    Example:
+        >>> revdeq.training.data.load("mazes", None, {"cells": 5}).describe()
+        'mazes of 5 x 5 cells, made on the fly'
     """
     make, sources, _ = DATASETS[name]
     own: dict[str, Any] = {key: value for key, value in chosen.items() if key in settings(name)}

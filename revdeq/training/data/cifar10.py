@@ -49,10 +49,20 @@ PLACES = (
 
 
 class Cifar10:
-    """Images uint8 [n, 3, 32, 32] and labels int64 [n].
+    """CIFAR-10: images of 32 x 32 pixels, and which of ten things each shows.
 
-    held_out: every so many-th training image is not trained on, but in the split "valid". None trains on all of them;
-        there is then no such split, and the best model of a training is chosen on the test images.
+    Args:
+        folder: Where its files are, the binary or the Python version, packed or unpacked.
+        held_out: Every so many-th training image is not trained on, but is in the split "valid". None trains on all of
+            them; there is then no such split, and the best model of a training is chosen on the test images.
+
+    Raises:
+        DataError: The files are missing or not what they should be.
+
+    Example:
+        >>> dataset = revdeq.training.data.Cifar10(Path("data"))
+        >>> dataset.batch(torch.arange(2), torch.Generator()).inputs.shape
+        torch.Size([2, 3, 32, 32])
     """
 
     unit = "images"
@@ -102,13 +112,12 @@ class Cifar10:
         )
 
     def to(self, device: torch.device) -> "Cifar10":
-        """All of it on the device: 184 MB for the official files."""
+        # All of it: 184 MB for the official files.
         self.images, self.labels = self.images.to(device), self.labels.to(device)
         self.evaluated = {split: (x.to(device), y.to(device)) for split, (x, y) in self.evaluated.items()}
         return self
 
     def order(self, generator: torch.Generator) -> Tensor:
-        """Of an epoch: what `batch` takes some of."""
         return torch.randperm(self.size, generator=generator)
 
     def batch(self, indices: Tensor, generator: torch.Generator) -> Batch:

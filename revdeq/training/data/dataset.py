@@ -34,15 +34,16 @@ class Batch(NamedTuple):
 
 
 class DataSet(Protocol):
-    """
-    unit: what the speed of a training is counted in.
-    metric: what it is judged by.
-    splits: those that a model can be evaluated on.
-    validation: the one on which the best model of a training is chosen.
-    sources: files to download, see download.py.
-    size: the number of examples in an epoch.
-    units: of `unit`, in an example.
-    shapes: keywords of the model that follow from the data.
+    """What a training asks of a data set: write a class with these attributes and methods, and enter it in `DATASETS`.
+
+    Attributes:
+        unit: What the speed of a training is counted in: "images", for example.
+        metric: What a model is judged by.
+        splits: Those that a model can be evaluated on.
+        validation: The split on which the best model of a training is chosen.
+        size: The number of examples in an epoch.
+        units: How many of `unit` an example has.
+        shapes: Keywords of the model that follow from the data.
     """
 
     unit: str
@@ -60,19 +61,57 @@ class DataSet(Protocol):
     def shapes(self) -> dict[str, Any]: ...
 
     def describe(self) -> str:
-        """A line to begin the training with."""
+        """What it is, in a line.
+
+        Returns:
+            The line with which a training begins.
+        """
 
     def to(self, device: torch.device) -> "DataSet":
-        """The data set with its batches on the device."""
+        """Move the data, so that batches are on a device.
+
+        Args:
+            device: Where to.
+
+        Returns:
+            The data set.
+        """
 
     def order(self, generator: torch.Generator) -> Tensor:
-        """Of an epoch: `size` numbers, of which `batch` takes some."""
+        """The order of an epoch.
+
+        Args:
+            generator: Of whatever is random in it.
+
+        Returns:
+            `size` indices, of which `batch` takes some.
+        """
 
     def batch(self, indices: Tensor, generator: torch.Generator) -> Batch:
-        """For training; whatever is random in it comes from the generator."""
+        """A batch for training.
+
+        Args:
+            indices: A part of `order`.
+            generator: Of whatever is random in it, such as augmentation.
+
+        Returns:
+            Inputs and targets.
+        """
 
     def evaluation(self, split: str, batch: int) -> Iterator[Batch]:
-        """All of a split, in batches."""
+        """All of a split.
+
+        Args:
+            split: One of `splits`.
+            batch: The number of examples in a batch.
+
+        Returns:
+            Its batches, one after the other.
+        """
 
     def saved(self) -> Mapping[str, Any] | None:
-        """What a checkpoint must hold so that its model can be used: passed to the constructor as `saved`."""
+        """What a checkpoint must hold so that its model can be used.
+
+        Returns:
+            Plain values, which the constructor takes as `saved`; None, if there are none.
+        """

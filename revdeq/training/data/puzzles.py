@@ -56,7 +56,8 @@ class Puzzles:
         return self._batch(len(indices), generator, training=True)
 
     def _batch(self, count: int, generator: torch.Generator, training: bool) -> Batch:
-        return Batch(*(part.to(self.device) for part in self.made(count, generator, training)))
+        inputs, targets = self.made(count, generator, training)
+        return Batch(inputs.to(self.device), targets.to(self.device))
 
     def evaluation(self, split: str, batch: int) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(self.splits.index(split))
@@ -73,7 +74,13 @@ class Puzzles:
 class PrefixSums(Puzzles):
     """Strings of random bits; the parity of the bits so far is to be found at every position.
 
-    bits: the length of a string.
+    Args:
+        bits: The length of a string.
+
+    Example:
+        >>> puzzles = revdeq.training.data.PrefixSums(bits=8)
+        >>> puzzles.batch(torch.arange(2), torch.Generator()).inputs.shape
+        torch.Size([2, 1, 8])
     """
 
     unit, features, dimensions = "bits", 1, 1
@@ -95,9 +102,15 @@ class Mazes(Puzzles):
     A maze of k x k cells is an image of (2 k + 1) x (2 k + 1), with channels for what is not wall, for the start and
     for the end. It is carved by a depth-first search in random order, which makes long corridors.
 
-    cells: k.
-    longest_of: in training, the longest path of so many random ones is taken: in small mazes long paths are rare, and a
-        model that has hardly seen any does not carry far. In evaluations, a random one.
+    Args:
+        cells: k.
+        longest_of: In training, the longest path of so many random ones is taken: in small mazes long paths are rare,
+            and a model that has hardly seen any does not carry far. In evaluations, a random one.
+
+    Example:
+        >>> puzzles = revdeq.training.data.Mazes(cells=4)
+        >>> puzzles.batch(torch.arange(2), torch.Generator()).inputs.shape
+        torch.Size([2, 3, 9, 9])
     """
 
     unit, features, dimensions = "pixels", 3, 2

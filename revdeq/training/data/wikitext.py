@@ -52,7 +52,24 @@ PADDED_TO = 128
 
 
 class WikiText:
-    """The tokens of the three splits, cut into sequences of `length` and mapped to the ids of a vocabulary."""
+    """WikiText: the tokens of its three splits, cut into sequences and mapped to the ids of a vocabulary.
+
+    Args:
+        name: "wikitext-2" or "wikitext-103".
+        folder: Where its files are, and those of GPT-2's encoding, packed or unpacked.
+        length: The number of tokens in a sequence.
+        vocabulary: "full", or how many of the most frequent tokens a model can tell apart. The loss of the others is
+            added, so that the perplexity stays that of all tokens.
+        saved: The vocabulary that a checkpoint holds.
+
+    Raises:
+        DataError: The files are missing, not what they should be, or too short.
+
+    Example:
+        >>> dataset = revdeq.training.data.WikiText("wikitext-2", Path("data"), length=32)
+        >>> dataset.batch(torch.arange(2), torch.Generator()).inputs.shape
+        torch.Size([2, 32])
+    """
 
     unit = "tokens"
     metric = PERPLEXITY
@@ -105,7 +122,7 @@ class WikiText:
         return self
 
     def order(self, generator: torch.Generator) -> Tensor:
-        """Of an epoch: where its sequences begin."""
+        # Where sequences begin.
         offset = torch.randint(self.length, (), generator=generator)
         return offset + self.length * torch.randperm(self.size, generator=generator)
 
@@ -113,7 +130,7 @@ class WikiText:
         return self._sequences("train", indices.numpy(), self.length)
 
     def evaluation(self, split: str, batch: int) -> Iterator[Batch]:
-        """Every token after the first, once, in sequences that know nothing of the one before."""
+        # Every token after the first, once, in sequences that know nothing of the one before.
         count = len(self.tokens[split]) - 1
         starts = np.arange(0, count - self.length + 1, self.length)
         for i in range(0, len(starts), batch):
