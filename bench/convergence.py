@@ -254,7 +254,7 @@ def measure_gradients(given, block, add, quick, clock):
 
 def main():
     table, quick = options(__doc__, "one block, two solvers, few rounds")
-    warnings.simplefilter("ignore", revdeq.ReconstructionWarning)
+    warnings.simplefilter("ignore", revdeq.ConvergenceWarning)  # of few evaluations, which are to be seen
     clock = one_thread()
     blocks = ["conv block"] if quick else [*BLOCKS, *available()]
     for block in blocks:
