@@ -76,7 +76,7 @@ class Monitor:
         if not filled:
             return
         rho = torch.stack(filled).amax().view(torch.float32)
-        report(torch.stack([rho.double(), *norms.double().sqrt()]), self._decide)
+        report(torch.stack([rho, *norms.sqrt().float()]), self._decide)
 
     def _decide(self, values: Tensor) -> None:
         rho, change, value = values.tolist()
