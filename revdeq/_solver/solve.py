@@ -97,9 +97,11 @@ def solve(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Solutio
     All evaluations within a solve, and their repetition in the backward pass, see the same random draw, the
     same autocast and the same settings of torch; the generators end where one evaluation leaves them. Layers
     with state that every evaluation would change, such as BatchNorm in training mode, are refused. Forward
-    hooks on modules inside f run at every evaluation; hooks on tensors once per backward pass. What f closes
-    over must stay what it was until the backward pass: other tensors with gradients are an error there, other
-    values are noticed by `check`. A generator of f's own (torch.Generator, numpy) is not rewound.
+    hooks on modules inside f run at every evaluation, in the backward pass too, and so does whatever else f does
+    beside computing; hooks on tensors run once per backward pass. What f closes over must stay what it was until
+    the backward pass: other tensors with gradients and other backward hooks are an error there, other values are
+    noticed by `check`, unless the gradient alone depends on them. A generator of f's own
+    (torch.Generator, numpy) is not rewound.
 
     Compile f, not the model around it: in a compiled model a solve is a graph break, and what is inside it
     runs as it is. torch.export, torch.jit.trace and make_fx record a solve as plain operations, unrolled.
