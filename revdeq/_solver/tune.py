@@ -39,8 +39,8 @@ MOST_SOLVES = 24
 CLOSEST_TO_1 = 1 / 16
 """A smaller |1 - beta| gains nothing, and costs the way back four bits and more in every half-step."""
 
-START = ((0.8, 1.0), (1.25, 1.0), (0.9, 0.8), (0.7, 0.6), (1.15, 0.75))
-"""Pairs for attention, for convolutions and between them."""
+START = ((0.8, 1.0), (1.25, 1.0), (0.9, 0.8), (0.7, 0.6), (1.15, 0.75), (1.1, 1.5))
+"""Pairs for attention, for convolutions, between them, and for eigenvalues that are all positive."""
 
 SLOW = 2.0
 """Seconds beyond which a progress bar is shown, to a terminal."""

@@ -149,6 +149,19 @@ def test_it_finds_a_better_pair_than_the_papers(name):
     assert found.residual < 0.5 * min(papers)
 
 
+def test_it_finds_a_large_gamma_where_all_eigenvalues_are_positive():
+    """As trained convolutions have them. The search is at least as good as the formula, whose pair is the best for
+    infinitely many steps."""
+    eigenvalues = torch.linspace(0, 0.95, 32, dtype=torch.float64)
+    z0, x = torch.zeros_like(eigenvalues), torch.ones_like(eigenvalues)
+    beta, gamma, _ = best_coefficients(0.475, 0.0, 0.475)
+
+    def tuned(**given):
+        return revdeq.tune(lambda z, x: eigenvalues * z + x, z0, x, max_steps=16, **given)
+
+    assert tuned().residual <= tuned(beta=beta, gamma=gamma).given.residual
+
+
 def test_all_solves_see_one_draw_and_the_generator_is_left_alone():
     f, x = nn.Linear(8, 8), torch.randn(4, 8)
     before = torch.get_rng_state()
