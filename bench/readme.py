@@ -8,6 +8,7 @@ A table stands in the README between `<!-- numbers: NAME -->` and `<!-- /numbers
 
 import argparse
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -113,14 +114,23 @@ def evaluations_to(numbers, block, names):
     return " / ".join(cells)
 
 
-def least(numbers, benchmark, names, quantity, accepted=None):
-    """By any of them, at a size that is accepted; None if there is none."""
-    found = [
-        (value, name)
-        for name in names
-        for size, value in numbers.by_size(benchmark, name, quantity).items()
-        if accepted is None or accepted(name, size)
-    ]
+def least(numbers, benchmark, names, quantity):
+    """By any of them; None if there is none."""
+    return min((v for name in names for v in numbers.by_size(benchmark, name, quantity).values()), default=None)
+
+
+def time_to(numbers, benchmark, names, target):
+    """The least time by any of them to a distance, between two numbers of evaluations in proportion to the logarithms
+    of their distances; None if it is not reached."""
+    found = []
+    for name in names:
+        seconds, distances = (numbers.by_size(benchmark, name, quantity) for quantity in ("seconds", "distance"))
+        points = [(seconds[k], math.log(distances[k] / target)) for k in seconds]
+        for before, (time, height) in zip([None, *points], points, strict=False):
+            if height <= 0:
+                first = before is None
+                found.append(time if first else before[0] + before[1] / (before[1] - height) * (time - before[0]))
+                break
     return min(found, default=None)
 
 
@@ -128,7 +138,7 @@ def over(ours, theirs):
     """Their ratio, or "slower" and "faster" where only one got there, or a dash."""
     if ours is None:
         return "-" if theirs is None else "slower"
-    return "faster" if theirs is None else f"{ours[0] / theirs[0]:.2f}"
+    return "faster" if theirs is None else f"{ours / theirs:.2f}"
 
 
 def convergence(numbers):
@@ -166,14 +176,9 @@ def implicit(numbers):
     for label, mine, theirs in comparisons:
         cells = []
         for block in FOUR:
-            benchmark = f"gradient, {block}"
             ratios = []
             for target in (1e-1, 1e-2, 1e-3):
-
-                def near(name, size, benchmark=benchmark, target=target):
-                    return numbers.by_size(benchmark, name, "distance")[size] <= target
-
-                times = [least(numbers, benchmark, names, "seconds", near) for names in (mine, theirs)]
+                times = [time_to(numbers, f"gradient, {block}", names, target) for names in (mine, theirs)]
                 ratios.append(over(*times))
             cells.append(" / ".join(ratios))
         rows.append([f"time over {label}", *cells])

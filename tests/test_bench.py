@@ -9,7 +9,7 @@ import pytest
 import run
 import torch
 from compare import verdict
-from readme import RESULTS, Numbers, filled, least, markdown, over
+from readme import RESULTS, Numbers, filled, least, markdown, over, time_to
 from table import Row, Table, percentiles, read, write
 from turns import ratio, take_turns
 
@@ -112,19 +112,21 @@ def test_the_gradient_that_others_are_compared_with():
 
 
 def test_the_least_time_to_a_distance(tmp_path):
+    measured = (("ours", 8, 1.0, 1e-1), ("ours", 16, 2.0, 1e-3), ("a", 8, 3.0, 1e-2), ("b", 8, 4.0, 1e-2))
     rows = [
-        row(t, t, t, benchmark="gradient, b", provider=name, size=k)
-        for name, k, t in (("ours", 8, 1.0), ("ours", 16, 2.0), ("a", 8, 3.0), ("b", 8, 4.0))
+        row(value, value, value, benchmark="gradient, b", provider=name, size=k, quantity=quantity)
+        for name, k, seconds, distance in measured
+        for quantity, value in (("seconds", seconds), ("distance", distance))
     ]
     write(tmp_path / "results.csv", rows)
     (tmp_path / "machine.json").write_text("{}")
     numbers = Numbers(tmp_path)
-    ours = least(numbers, "gradient, b", ["ours"], "seconds", lambda name, size: size >= 16)
-    theirs = least(numbers, "gradient, b", ["a", "b", "c"], "seconds")
-    assert (ours, theirs) == ((2.0, "ours"), (3.0, "a"))
-    assert over(ours, theirs) == "0.67"
-    nobody = least(numbers, "gradient, b", ["c"], "seconds")
+    ours, theirs = (time_to(numbers, "gradient, b", names, 1e-2) for names in (["ours"], ["a", "b", "c"]))
+    assert (ours, theirs) == (pytest.approx(1.5), 3.0)  # halfway between 1e-1 and 1e-3
+    assert over(ours, theirs) == "0.50"
+    nobody = time_to(numbers, "gradient, b", ["a", "b"], 1e-3)
     assert (over(None, theirs), over(ours, nobody), over(nobody, nobody)) == ("slower", "faster", "-")
+    assert least(numbers, "gradient, b", ["a", "b"], "seconds") == 3.0
 
 
 def test_numbers_are_filled_in_between_their_marks():
