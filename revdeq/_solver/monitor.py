@@ -32,6 +32,10 @@ LIMIT = 1e-4
 MOVING = 0.5
 """A relative change in the last step beyond which an iteration is not on its way to a fixed point."""
 
+COARSE = 1e-3
+"""How large a rounding may be, relative to a typical number, without a word. Where a signal fades, as along a graph,
+half of a state may be smaller than is typical and do no harm."""
+
 UNSETTLED = 0.1
 """The largest relative change of an adjoint in its last step that passes: a gradient that moves by a tenth is one that
 stochastic gradients hide."""
@@ -82,7 +86,7 @@ class Monitor:
 
     def _decide(self, values: Tensor) -> None:
         rho, change, value, *sizes = values.tolist()
-        coarse = [size for size in sizes if 2 * SMALLEST_SCALE < size < self.resolution / LIMIT]
+        coarse = [size for size in sizes if 2 * SMALLEST_SCALE < size < self.resolution / COARSE]
         if coarse:
             text = (
                 f"the exact state resolves {self.resolution:.0e}, which is coarse for numbers of a typical size of "
