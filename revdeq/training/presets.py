@@ -298,7 +298,7 @@ PRESETS = {
                 "wide_heads": False,
                 "form": "residual",
                 "max_steps": 4,
-                "beta": 0.5,
+                "beta": 0.8,
             },
             Training(
                 epochs=2,
