@@ -56,8 +56,14 @@ setup(
     name="revdeq",
     version=re.search(r'__version__ = "(.+)"', (ROOT / "revdeq/__init__.py").read_text()).group(1),
     description="Reversible deep equilibrium models: exact gradients in constant memory",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    # Pictures and links by relative paths are of use in the repository only.
+    long_description=re.sub(
+        r"<picture>.*?</picture>\n*", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S
+    ),
     long_description_content_type="text/markdown",
+    author="The revdeq maintainers",
+    url="https://arxiv.org/abs/2509.12917",
+    project_urls={"Paper": "https://arxiv.org/abs/2509.12917"},
     license="MIT",
     license_files=["LICENSE"],
     keywords=["deep equilibrium models", "reversible", "implicit layers", "pytorch", "triton"],

@@ -1,9 +1,9 @@
-"""Writes the README's numbers from the table that they were measured in, so that they cannot drift.
+"""Writes the numbers of README.md and docs/speed.md from the table that they were measured in: they cannot drift.
 
     python bench/readme.py            # after make bench
-    python bench/readme.py --check    # as the tests do: fails if the README says something else
+    python bench/readme.py --check    # as the tests do: fails if a page says something else
 
-A table stands in the README between `<!-- numbers: NAME -->` and `<!-- /numbers -->`.
+A table stands between `<!-- numbers: NAME -->` and `<!-- /numbers -->`.
 """
 
 import argparse
@@ -15,9 +15,10 @@ from pathlib import Path
 
 import table
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "README.md", ROOT / "docs/speed.md")
 RESULTS = Path(__file__).parent / "results" / "amd-epyc-2-threads"
-"""The measurements that the README quotes."""
+"""The measurements that these pages quote."""
 
 BLOCKS = ("conv block", "transformer block")
 
@@ -220,7 +221,7 @@ def filled(text, numbers):
     def block(match):
         name = match[1]
         if name not in TABLES:
-            raise SystemExit(f"README.md asks for the numbers {name!r}: there are {', '.join(TABLES)}")
+            raise SystemExit(f"a page asks for the numbers {name!r}: there are {', '.join(TABLES)}")
         return f"<!-- numbers: {name} -->\n{TABLES[name](numbers)}\n<!-- /numbers -->"
 
     return re.sub(r"<!-- numbers: (\S+) -->\n.*?<!-- /numbers -->", block, text, flags=re.DOTALL)
@@ -230,13 +231,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if something would change")
     arguments = parser.parse_args()
-    text = README.read_text(encoding="utf-8")
-    new = filled(text, Numbers(RESULTS))
-    if arguments.check and new != text:
-        print("The README's numbers are not those of bench/results: run python bench/readme.py", file=sys.stderr)
-        return 1
-    if not arguments.check:
-        README.write_text(new, encoding="utf-8")
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        new = filled(text, Numbers(RESULTS))
+        if arguments.check and new != text:
+            print(
+                f"{page.name}: its numbers are not those of bench/results: run python bench/readme.py", file=sys.stderr
+            )
+            return 1
+        if not arguments.check:
+            page.write_text(new, encoding="utf-8")
     return 0
 
 

@@ -153,7 +153,7 @@ def page() -> str:
             parts += _rendered(entry, f"{name}.{entry.name}", "###")
             if isinstance(entry.thing, type):
                 for member in members(entry.thing):
-                    parts += _rendered(member, member.name, "####")
+                    parts += _rendered(member, f"{name}.{member.name}", "####")
     parts.append(_examples())
     return "\n".join(parts)
 
@@ -162,13 +162,13 @@ def _contents() -> str:
     lines = []
     for name in MODULES:
         links = [
-            f"[{entry.name}](#{_anchor(f'{name}.{entry.name}')})" for entry in public(importlib.import_module(name))
+            f"[{entry.name}](#{anchor(f'{name}.{entry.name}')})" for entry in public(importlib.import_module(name))
         ]
-        lines.append(f"- [{name}](#{_anchor(name)}): {', '.join(links)}")
-    return "\n".join([*lines, f"- [Examples](#{_anchor('Examples')})", ""])
+        lines.append(f"- [{name}](#{anchor(name)}): {', '.join(links)}")
+    return "\n".join([*lines, f"- [Examples](#{anchor('Examples')})", ""])
 
 
-def _anchor(heading: str) -> str:
+def anchor(heading: str) -> str:
     """As GitHub makes it."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 

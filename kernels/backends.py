@@ -1,7 +1,9 @@
 """The backends: for each, where it runs, which states it has, and if it cannot run, why not and what to do."""
 
 import contextlib
+import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -164,14 +166,28 @@ def backend_for(device: torch.device, state: str = "float64") -> Backend:
     if name is None and (setting := os.environ.get("REVDEQ_BACKEND")):
         name = _known(setting, "REVDEQ_BACKEND")
     if name is None:
-        having = (b for b in BACKENDS.values() if state in b.states)
-        return next(b for b in having if b.is_for(device) and b.trouble_on(device) is None)
+        meant = [b for b in BACKENDS.values() if state in b.states and b.is_for(device)]
+        chosen = next(b for b in meant if b.trouble_on(device) is None)
+        if chosen is not meant[0] and (trouble := meant[0].trouble_on(device)):
+            _say_once(meant[0].name, trouble, chosen.title)
+        return chosen
     if trouble := BACKENDS[name].trouble_on(device):
         raise RuntimeError(f"backend {name!r} is forced, but {trouble.why}: {trouble.remedy}")
     if state not in BACKENDS[name].states:
         others = ", ".join(repr(b.name) for b in BACKENDS.values() if state in b.states)
         raise RuntimeError(f"backend {name!r} is forced, but it has no {state} state: use {others}")
     return BACKENDS[name]
+
+
+@functools.cache
+def _say_once(name: str, trouble: Trouble, instead: str) -> None:
+    if name != "cpu" or not cpu.trouble:  # a library that is broken was told when it was loaded
+        warnings.warn(
+            f"{trouble.why}, and {instead} run instead, which are slower (an exact state by 2 to 3 times): "
+            f"{trouble.remedy}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _known(name: str, source: str) -> str:

@@ -14,6 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""What f may read and return."""
+
 LANES = 256
 ROWS = 16
 """A norm is summed in chunks of ROWS rows of LANES elements, in the order of memory: each lane adds its
@@ -66,7 +69,7 @@ class Coefficients:
         Returns:
             The coefficients.
         """
-        b, c = ctypes.c_float(beta * gamma).value, ctypes.c_float(beta * (1 - gamma)).value
+        b, c = float32(beta * gamma), float32(beta * (1 - gamma))
         return cls(1 - (b + c), b, c)
 
     @property
@@ -78,6 +81,11 @@ class Coefficients:
     def gamma(self) -> float:
         """The damping of f, after rounding."""
         return self.b / self.beta
+
+
+def float32(x: float) -> float:
+    """The nearest number of float32."""
+    return ctypes.c_float(x).value
 
 
 def chunk_count(x: Tensor) -> int:

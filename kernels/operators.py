@@ -11,9 +11,7 @@ from torch import Tensor
 
 from . import half_step
 from .backends import half_step_for
-from .half_step import LANES, Coefficients, chunk_count
-
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+from .half_step import DTYPES, LANES, Coefficients, chunk_count
 
 
 @torch.library.custom_op("revdeq::relax", mutates_args=("state", "copy"))
@@ -242,7 +240,7 @@ def _bind(state: Tensor, copy: Tensor, **others: Tensor | None) -> half_step.Hal
                 f"{key} has shape {tuple(x.shape)} on {x.device}: it must be shaped like state, "
                 f"{tuple(state.shape)}, and be on {state.device}"
             )
-        if x.dtype not in FLOATS:
+        if x.dtype not in DTYPES:
             raise TypeError(f"{key} is {x.dtype}: it must be float32, float64, bfloat16 or float16")
         if x.requires_grad:  # within an operator torch.is_grad_enabled() is always false
             raise ValueError(f"{key} requires a gradient, which does not flow through a half-step: use {key}.detach()")

@@ -1,10 +1,11 @@
 """1 - beta as a fraction, and when the remainders of its divisions must be put aside."""
 
-import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+
+from .half_step import float32
 
 LARGEST_DENOMINATOR = 64
 ROOM = 2**32
@@ -47,7 +48,7 @@ class Radix:
             The coefficients.
         """
         a = Fraction(1 - Fraction(beta)).limit_denominator(LARGEST_DENOMINATOR)
-        rounded = ctypes.c_float(gamma).value
+        rounded = float32(gamma)
         return cls(-1 if a < 0 else 1, abs(a.numerator), a.denominator, fraction_bits, rounded)
 
     @property

@@ -14,6 +14,7 @@ from sample_data import write_cifar_binary, write_encoding, write_wikitext
 from torch import nn
 
 import revdeq
+from revdeq._solver.tune import best_coefficients, rate
 from revdeq.training.data import DataSet
 
 pytest.importorskip("torchdeq", reason="torchdeq is not installed: pip install 'revdeq[torchdeq]'")
@@ -153,6 +154,30 @@ def test_examples_in_texts_run(code, workplace):
     exec(compile(code, "example", "exec"), prelude())
 
 
+# numbers
+
+
+def test_the_table_of_the_theory_is_what_the_formulas_give():
+    rows = re.findall(
+        r"^\|[^|]*\| ([-\d., ]+) \| (.*) \|$", (ROOT / "docs/theory.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    tested = 0
+    for spectrum, cells in rows:
+        if spectrum.count(",") != 2:
+            continue
+        p, q, c = map(float, spectrum.split(","))
+        pair, *rates = cells.split(" | ")
+        beta, gamma, best = best_coefficients(p, q, c)
+        angle = torch.linspace(0, 2 * torch.pi, 721, dtype=torch.float64)
+        edge = torch.complex(c + p * angle.cos(), q * angle.sin())
+        expected = [best, rate(edge, 0.5), rate(edge, 0.8), edge.abs().max().item()]
+        assert [float(x) for x in pair.split(",")] == pytest.approx([beta, gamma], abs=5e-4)  # three digits
+        for shown, value in zip(rates, expected, strict=True):
+            assert value > 1 if shown == "diverges" else float(shown) == pytest.approx(value, abs=5.1e-4)
+        tested += 1
+    assert tested == 5
+
+
 # links and names of files
 
 
@@ -160,6 +185,14 @@ def test_examples_in_texts_run(code, workplace):
 def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
         assert (path.parent / target).exists(), target
+
+
+def test_the_contents_of_the_page_lead_to_its_headings():
+    text = make_api.PAGE.read_text(encoding="utf-8")
+    headings = [make_api.anchor(line.lstrip("# ")) for line in text.splitlines() if line.startswith("##")]
+    links = re.findall(r"\]\(#([^)]*)\)", text)
+    assert len(links) > 50 and set(links) <= set(headings)
+    assert len(set(headings)) == len(headings)
 
 
 FOLDERS = ("revdeq", "kernels", "tests", "bench", "docs")

@@ -209,11 +209,14 @@ SOLVE = [
     ("a layer of nothing", lambda: revdeq.RevDEQ(half)(None), TypeError,
      "x is of type NoneType: where it is not a tensor, pass z0, the state to start from"),
     ("f returns another shape", solving(lambda z: z[:2]), ValueError,
-     "f's output has shape (2,): it must be shaped like z0, (3,)"),
+     "f's output has shape (2,): it must be shaped like z0, (3,) (which a layer makes from x unless it "
+     "is given: deq(x, z0=...))"),
     ("f returns another shape, of two", solving(lambda z: (z[0], z[1][:1]), TWO), ValueError,
-     "f's output (leaf 1 of 2) has shape (1,): it must be shaped like z0, (3,)"),
+     "f's output (leaf 1 of 2) has shape (1,): it must be shaped like z0, (3,) (which a layer makes from x unless it "
+     "is given: deq(x, z0=...))"),
     ("f returns another shape, with a gradient", solving(lambda z: z[None], Z.clone().requires_grad_()), ValueError,
-     "f's output has shape (1, 3): it must be shaped like z0, (3,)"),
+     "f's output has shape (1, 3): it must be shaped like z0, (3,) (which a layer makes from x unless it "
+     "is given: deq(x, z0=...))"),
     ("f returns two", solving(lambda z: (z, z)), TypeError,
      "f returned ('Tensor', 'Tensor'): it must have the structure of z0, Tensor"),
     ("f returns another container", solving(list, (Z,)), TypeError,
@@ -746,6 +749,8 @@ UNSEEN = {
     "f draws random numbers (…) while a graph is recorded, and torch … cannot repeat a draw there, which the backward "
     "pass has to: use torch 2.10 or later, or call .eval() on the layers of f that drop out, or solve outside of the "
     "graph": "needs a GPU: test_gpu_host.py",
+    "…, and … run instead, which are slower (an exact state by 2 to 3 times): …":
+        "needs an installation without a C compiler: test_operators.py",
     "module … has no attribute …": "as Python says it",
     "a plot needs matplotlib: pip install matplotlib, or 'revdeq[demo]'": "needs an environment without it",
     "… is a …, which holds other tensors: solve for those": "needs a tensor subclass: test_inside_f.py",

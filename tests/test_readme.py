@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from readme import RESULTS, Numbers, filled
+import pytest
+from readme import PAGES, RESULTS, Numbers, filled
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -14,6 +15,7 @@ def test_the_example_runs(capsys):
     assert capsys.readouterr().out.startswith("16 evaluations of f, residual 0.0")
 
 
-def test_the_numbers_are_those_that_were_measured():
-    text = README.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_numbers_are_those_that_were_measured(page):
+    text = page.read_text(encoding="utf-8")
     assert filled(text, Numbers(RESULTS)) == text, "run python bench/readme.py"

@@ -185,6 +185,7 @@ class Reversible(torch.autograd.Function):
         inputs = it.f.inputs.tensors
         totals = Totals(inputs)
         maxima: State = []
+        sizes = [typical_magnitude(c) for c in copy]
         replay = Replay(it.f, keep_graph=keep)
         with replay.running():
             for n in reversed(range(first, it.steps)):
@@ -195,8 +196,7 @@ class Reversible(torch.autograd.Function):
                 if n > 0:
                     _undo(invert_z, out, y_adjoint, vjp, z_adjoint, step)
                 else:  # the initial state is known: use it, not its reconstruction
-                    floors = [typical_magnitude(c) for c in copy]
-                    maxima += _undo_and_compare(invert_z, out, initial, floors, y_adjoint, vjp, z_adjoint, step)
+                    maxima += _undo_and_compare(invert_z, out, initial, sizes, y_adjoint, vjp, z_adjoint, step)
                     for c, x in zip(copy, initial, strict=True):
                         c.copy_(x)
                 # copy is z_n; undo y_{n+1} = a y_n + b f(z_n) + c z_n
@@ -207,10 +207,10 @@ class Reversible(torch.autograd.Function):
                 if n > first:
                     _undo(invert_y, out, z_adjoint, vjp, y_adjoint, step)
                 elif n == 0:
-                    maxima += _undo_and_compare(invert_y, out, initial, floors, z_adjoint, vjp, y_adjoint, step)
+                    maxima += _undo_and_compare(invert_y, out, initial, sizes, z_adjoint, vjp, y_adjoint, step)
         if it.monitor is not None:
             assert it.norms is not None
-            it.monitor.judge(maxima, it.norms)
+            it.monitor.judge(maxima, it.norms, sizes)
 
         initial_grads: list[Tensor | None] = [None] * size
         if initial_needs_grad:  # z_0 starts both y and z

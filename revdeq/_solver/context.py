@@ -93,10 +93,22 @@ class Settings:
                 _write(self._values)
             if self._default_device != _default_device():
                 stack.enter_context(self._default_device)
-            for settings in self._autocast:
-                if settings != _autocast(settings["device_type"]):
-                    stack.enter_context(torch.autocast(**settings))
+            stack.enter_context(autocast_as(self._autocast))
             yield
+
+    def autocast_now(self) -> list[dict[str, Any]]:
+        """Of the devices that f may use: torch runs derivatives under the autocast of the backward pass, and not under
+        that of the operations."""
+        return [_autocast(settings["device_type"]) for settings in self._autocast]
+
+
+@contextlib.contextmanager
+def autocast_as(wanted: list[dict[str, Any]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for settings in wanted:
+            if settings != _autocast(settings["device_type"]):
+                stack.enter_context(torch.autocast(**settings))
+        yield
 
 
 def _default_device() -> torch.device:

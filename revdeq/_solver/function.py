@@ -26,6 +26,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from ..kernels.half_step import DTYPES
 from .context import Draw, Settings
 from .inputs import Inputs, Search, State, Substitution, alias
 from .sharded import Shards
@@ -33,8 +34,6 @@ from .stateful import BackwardHooks, Buffers, modules_of
 
 Evaluation = tuple[State, State]
 """The leaves at which f was evaluated, and its outputs."""
-
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Function:
@@ -302,7 +301,10 @@ def _misfit(name: str, out: Any, x: Tensor) -> Exception:
     if not isinstance(out, Tensor):
         return TypeError(f"{name} is of type {type(out).__name__}: it must be a tensor of shape {tuple(x.shape)}")
     if out.shape != x.shape:
-        return ValueError(f"{name} has shape {tuple(out.shape)}: it must be shaped like z0, {tuple(x.shape)}")
+        return ValueError(
+            f"{name} has shape {tuple(out.shape)}: it must be shaped like z0, {tuple(x.shape)} (which a layer makes "
+            "from x unless it is given: deq(x, z0=...))"
+        )
     if out.device != x.device:
         return ValueError(f"{name} is on {out.device}: it must be where z0 is, on {x.device}")
     if out.layout != torch.strided:

@@ -32,6 +32,10 @@ LIMIT = 1e-4
 MOVING = 0.5
 """A relative change in the last step beyond which an iteration is not on its way to a fixed point."""
 
+COARSE = 1e-3
+"""How large a rounding may be, relative to a typical number, without a word. Where a signal fades, as along a graph,
+half of a state may be smaller than is typical and do no harm."""
+
 UNSETTLED = 0.1
 """The largest relative change of an adjoint in its last step that passes: a gradient that moves by a tenth is one that
 stochastic gradients hide."""
@@ -68,18 +72,29 @@ class Monitor:
     site: tuple[str, int]
     setting: str
     state: str
+    resolution: float
     remedy: str
 
-    def judge(self, maxima: Sequence[Tensor], norms: Tensor) -> None:
-        """Takes the partial maxima of `invert_compare`, and the squared norms of the last change of z and of z."""
+    def judge(self, maxima: Sequence[Tensor], norms: Tensor, sizes: Sequence[Tensor]) -> None:
+        """Takes the partial maxima of `invert_compare`, the squared norms of the last change of z and of z, and the
+        typical magnitude of each tensor of the state."""
         filled = [m.amax() for m in maxima if m.numel()]
         if not filled:
             return
         rho = torch.stack(filled).amax().view(torch.float32)
-        report(torch.stack([rho.double(), *norms.double().sqrt()]), self._decide)
+        report(torch.stack([rho, *norms.sqrt().float(), *sizes]), self._decide)
 
     def _decide(self, values: Tensor) -> None:
-        rho, change, value = values.tolist()
+        rho, change, value, *sizes = values.tolist()
+        coarse = [size for size in sizes if 2 * SMALLEST_SCALE < size < self.resolution / COARSE]
+        if coarse:
+            text = (
+                f"the exact state resolves {self.resolution:.0e}, which is coarse for numbers of a typical size of "
+                f"{min(coarse):.1e}: the solution and its gradient may be off by {self.resolution / min(coarse):.0e} "
+                f"({self.setting}). Scale z, in f, to a size of about 1, or use state=revdeq.Exact(fraction_bits=30) "
+                'or state="float64"'
+            )
+            self._tell(text, ReconstructionError, ReconstructionWarning)
         if rho <= LIMIT:
             return
         cause = f"{self.remedy}f does not compute the same when it is called again"

@@ -3,7 +3,6 @@
 `revdeq.solve`, `revdeq.RevDEQ` and `revdeq.verify` take them as keywords and pass them on as they are.
 """
 
-import ctypes
 import dataclasses
 import difflib
 import inspect
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
 
+from ..kernels.half_step import float32
 from .monitor import CHECKS
 
 GRADIENTS = ("exact", "implicit")
@@ -169,7 +169,7 @@ def documented(docstring: str) -> str:
 
 def _float32(x: Any) -> float:
     try:
-        return ctypes.c_float(float(x)).value
+        return float32(float(x))
     except OverflowError:
         return math.inf
 

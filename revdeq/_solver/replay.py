@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _device
+from .context import autocast_as
 from .function import Function, module_tensors
 from .inputs import CarriedOver, Search, State, Substitution, Unreachable, alias
 
@@ -33,6 +34,7 @@ class Replay:
         self._reached = function.inputs.by_evaluation()
         self._by: dict[int, tuple[int, Tensor]] = {}  # by the id of a tensor: its index among the inputs, and itself
         self._usual: dict[int, tuple[int, Tensor]] | None = None  # by index, once the graph has been looked at
+        self._autocast = function.settings.autocast_now()  # of the backward pass
         self._f_spares_seeds: bool | None = None  # not known before the first product
 
     @contextlib.contextmanager
@@ -101,7 +103,7 @@ class Replay:
         """f at a state, with its graph, for any number of products."""
         leaves, outputs = self._function.evaluate(state)
         by, _ = self._reached_again(leaves, outputs, self._reached[0])
-        return Linearisation(leaves, outputs, by, len(self._inputs))
+        return Linearisation(leaves, outputs, by, len(self._inputs), self._autocast)
 
     def _run_backward(self, outputs: State, seeds: State, targets: State, kept: bool) -> Sequence[Tensor | None]:
         """The seeds are the solver's own adjoints. A hook or a custom function in f that changes its gradient in place
@@ -112,7 +114,8 @@ class Replay:
         else:
             given = [s.to(out.dtype, copy=True) for s, out in zip(seeds, outputs, strict=True)]
             versions = [s._version for s in given]
-        products = _run_engine(outputs, given, targets, kept and self._keep_graph)
+        with autocast_as(self._autocast):
+            products = _run_engine(outputs, given, targets, kept and self._keep_graph)
         if self._f_spares_seeds is None:
             self._f_spares_seeds = versions == [s._version for s in given] and all(map(_equal, given, seeds))
         elif self._f_spares_seeds and versions != [s._version for s in seeds]:
@@ -168,8 +171,10 @@ class Replay:
 class Linearisation:
     """The Jacobians of f at one state, as products with seeds."""
 
-    def __init__(self, leaves: State, outputs: State, by: list[tuple[int, Tensor]], size: int) -> None:
-        self._leaves, self._by, self._size = leaves, by, size
+    def __init__(
+        self, leaves: State, outputs: State, by: list[tuple[int, Tensor]], size: int, autocast: list[dict[str, Any]]
+    ) -> None:
+        self._leaves, self._by, self._size, self._autocast = leaves, by, size, autocast
         self._sources = [i for i, x in enumerate(outputs) if x.requires_grad]
         self._outputs = [outputs[i] for i in self._sources]
 
@@ -189,7 +194,8 @@ class Linearisation:
             return [None] * len(targets)
         # The seeds are copied: a hook in f may change its gradient in place.
         given = [seeds[i].to(x.dtype, copy=True) for i, x in zip(self._sources, self._outputs, strict=True)]
-        return _run_engine(self._outputs, given, targets, keep_graph)
+        with autocast_as(self._autocast):
+            return _run_engine(self._outputs, given, targets, keep_graph)
 
 
 def _run_engine(outputs: State, seeds: State, targets: State, keep_graph: bool) -> Sequence[Tensor | None]:

@@ -39,6 +39,11 @@ class Scheme(abc.ABC):
     def gamma(self) -> float:
         return self.step.gamma
 
+    @property
+    def resolution(self) -> float:
+        """The distance between neighbouring numbers, where it does not depend on their size."""
+        return 0.0
+
     @abc.abstractmethod
     def start(self, initial: Sequence[Tensor], like: State) -> State:
         """The initial state, laid out like `like`."""
@@ -104,6 +109,10 @@ class Integers(Scheme):
     remedy: ClassVar[str] = "The exact state loses nothing: "
     step: Radix
     half_step: type[exact.HalfStep]
+
+    @property
+    def resolution(self) -> float:
+        return self.step.unit
 
     def start(self, initial: Sequence[Tensor], like: State) -> State:
         state = []

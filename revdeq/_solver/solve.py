@@ -11,10 +11,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-from ..kernels.half_step import Coefficients
+from ..kernels.half_step import DTYPES, Coefficients
 from .adjoint import NORM_FLOOR, Iteration, Outcome, Reversible, iterate
 from .deferred import settle
-from .function import DTYPES, Function
+from .function import Function
 from .implicit import Adjoint, Implicit
 from .inputs import CarriedOver
 from .monitor import Monitor, call_site
@@ -97,9 +97,11 @@ def solve(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Solutio
     All evaluations within a solve, and their repetition in the backward pass, see the same random draw, the
     same autocast and the same settings of torch; the generators end where one evaluation leaves them. Layers
     with state that every evaluation would change, such as BatchNorm in training mode, are refused. Forward
-    hooks on modules inside f run at every evaluation; hooks on tensors once per backward pass. What f closes
-    over must stay what it was until the backward pass: other tensors with gradients are an error there, other
-    values are noticed by `check`. A generator of f's own (torch.Generator, numpy) is not rewound.
+    hooks on modules inside f run at every evaluation, in the backward pass too, and so does whatever else f does
+    beside computing; hooks on tensors run once per backward pass. What f closes over must stay what it was until
+    the backward pass: other tensors with gradients and other backward hooks are an error there, other values are
+    noticed by `check`, unless the gradient alone depends on them. A generator of f's own
+    (torch.Generator, numpy) is not rewound.
 
     Compile f, not the model around it: in a compiled model a solve is a graph break, and what is inside it
     runs as it is. torch.export, torch.jit.trace and make_fx record a solve as plain operations, unrolled.
@@ -130,7 +132,7 @@ def _solve(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict
     monitor = None
     if options.check is not None:
         setting = f"beta = {scheme.beta:.6g}, max_steps = {options.max_steps}"
-        monitor = Monitor(options.check, call_site(), setting, scheme.name, scheme.remedy)
+        monitor = Monitor(options.check, call_site(), setting, scheme.name, scheme.resolution, scheme.remedy)
 
     def iterated() -> tuple[Iteration, Outcome]:
         function = Function(

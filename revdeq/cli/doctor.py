@@ -31,11 +31,11 @@ from .. import _device as measure
 from .. import kernels
 from .._solver.solve import solve
 from ..kernels import Coefficients, Radix, backends, cpu, reference_exact
+from ..kernels.half_step import DTYPES
 
 STEPS = {"float64": Coefficients.rounded(0.8), "exact": Radix.nearest(0.8, 24)}
 MIXED = {"float64": Coefficients.rounded(0.8, 1.3), "exact": Radix.nearest(0.8, 24, 1.3)}
 """A step of each state, as the solver rounds it, without and with a gamma."""
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 GRADIENT_ERROR = 2 * 16 * 2.0**-24
 """float32 rounds each of the 32 products that a gradient sums up at N = 16, and some cancel."""
 

@@ -1,5 +1,7 @@
 """The half-steps as registered operators, for those who call or trace them."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -165,3 +167,17 @@ def test_the_folder_is_no_package_of_its_own():
     spec = importlib.util.spec_from_file_location("kernels", kernels.__file__)
     with pytest.raises(ImportError, match="import revdeq.kernels"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_without_the_c_kernel_one_line_says_so(monkeypatch):
+    monkeypatch.setattr(cpu, "library", None)
+    monkeypatch.setattr(cpu, "trouble", "")
+    backends._say_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="the C kernel was not built, and PyTorch's own operations run instead"):
+        revdeq.solve(torch.cos, torch.zeros(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        revdeq.solve(torch.cos, torch.zeros(3))  # once
+        with revdeq.kernels.backend("reference"):
+            backends._say_once.cache_clear()
+            revdeq.solve(torch.cos, torch.zeros(3))  # it was asked for

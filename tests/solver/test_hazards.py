@@ -423,6 +423,31 @@ def a_traced_gradient(solve):
     return make_fx(joint)(x)(x)
 
 
+@right
+def a_layer_that_autocast_spares(solve):
+    """Its derivative is not rounded to bfloat16 either."""
+    f, x = network(), point()
+
+    def spared(z, x):
+        with torch.autocast(z.device.type, enabled=False):
+            h = f[0](z)
+        return f[2](h.tanh()) + x
+
+    with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):
+        z = solve(spared, torch.zeros(3, D), x)
+    z.square().sum().backward()
+    return f[0], x.grad
+
+
+@right
+def autocast_around_the_backward_pass(solve):
+    f, x = network(), point()
+    loss = solve(lambda z, x: f(z) + x, torch.zeros(3, D), x).square().sum()
+    with torch.autocast(x.device.type, torch.bfloat16):
+        loss.backward()
+    return [f]
+
+
 # 4. parameters
 
 

@@ -171,3 +171,21 @@ def test_an_iteration_that_diverges_is_named_as_the_cause():
     z = revdeq.solve(lambda z: weight * z + 1, torch.randn(5, 8), **settings).z
     with pytest.raises(revdeq.ReconstructionError, match="The iteration does not converge: z is of size"):
         z.sum().backward()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("parts", [lambda z: z, lambda z: (z, 1e6 * z)])
+def test_numbers_that_the_exact_state_is_too_coarse_for_are_named(parts):
+    """One tensor of the state is enough. An exact zero is no such number."""
+    weight = torch.full((3,), 1e-6, requires_grad=True)
+
+    def f(z):
+        first = z[0] if isinstance(z, tuple) else z
+        return parts(0.5 * first + weight)
+
+    z0 = parts(torch.zeros(3))
+    z = revdeq.solve(f, z0, state="exact", check="raise").z
+    with pytest.raises(revdeq.ReconstructionError, match="the exact state resolves 6e-08, which is coarse for numbers"):
+        (z[0] if isinstance(z, tuple) else z).sum().backward()
+    zero = torch.zeros(3, requires_grad=True)
+    revdeq.solve(lambda z: 0.5 * z + zero, torch.zeros(3), state="exact", check="raise").z.sum().backward()
