@@ -243,7 +243,7 @@ def measure_gradients(given, block, add, quick, clock):
             distances[case] = worst(gradients, expected)
 
     runs = {case: functools.partial(run, case) for case in cases}
-    times = take_turns(runs, 4.0, least=1e-4, rounds=(3, 6), clock=clock)
+    times = take_turns(runs, 4.0, least=1e-4, rounds=(2, 6), clock=clock)
     memory = {}
     for name, ks in (QUICK if quick else PROVIDERS).items():
         k = next((k for k in ks if k >= MEMORY_AT), ks[-1])
