@@ -166,11 +166,7 @@ def backend_for(device: torch.device, state: str = "float64") -> Backend:
     if name is None and (setting := os.environ.get("REVDEQ_BACKEND")):
         name = _known(setting, "REVDEQ_BACKEND")
     if name is None:
-        meant = [b for b in BACKENDS.values() if state in b.states and b.is_for(device)]
-        chosen = next(b for b in meant if b.trouble_on(device) is None)
-        if chosen is not meant[0] and (trouble := meant[0].trouble_on(device)):
-            _say_once(meant[0].name, trouble, chosen.title)
-        return chosen
+        return next(b for b in _meant_for(device, state) if b.trouble_on(device) is None)
     if trouble := BACKENDS[name].trouble_on(device):
         raise RuntimeError(f"backend {name!r} is forced, but {trouble.why}: {trouble.remedy}")
     if state not in BACKENDS[name].states:
@@ -179,15 +175,29 @@ def backend_for(device: torch.device, state: str = "float64") -> Backend:
     return BACKENDS[name]
 
 
+def _meant_for(device: torch.device, state: str) -> list[Backend]:
+    return [b for b in BACKENDS.values() if state in b.states and b.is_for(device)]
+
+
+def say_once_what_is_missing(device: torch.device, state: str) -> None:
+    """Warn, the first time, if a slower backend runs on this device than the one that is meant for it."""
+    if _forced.get() is None and not os.environ.get("REVDEQ_BACKEND"):
+        _say(device, state)
+
+
 @functools.cache
-def _say_once(name: str, trouble: Trouble, instead: str) -> None:
-    if name != "cpu" or not cpu.trouble:  # a library that is broken was told when it was loaded
-        warnings.warn(
-            f"{trouble.why}, and {instead} run instead, which are slower (an exact state by 2 to 3 times): "
-            f"{trouble.remedy}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+def _say(device: torch.device, state: str) -> None:
+    best, *others = _meant_for(device, state)
+    trouble = best.trouble_on(device)
+    if trouble is None or (best is C and cpu.trouble):  # a library that is broken was told when it was loaded
+        return
+    instead = next(b.title for b in others if b.trouble_on(device) is None)
+    warnings.warn(
+        f"{trouble.why}, and {instead} run instead, which are slower (an exact state by 2 to 3 times): "
+        f"{trouble.remedy}",
+        RuntimeWarning,
+        stacklevel=6,
+    )
 
 
 def _known(name: str, source: str) -> str:

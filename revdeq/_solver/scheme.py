@@ -193,6 +193,7 @@ in every run that lost less."""
 def scheme_for(options: Options, initial: Sequence[Tensor]) -> Scheme:
     """The scheme that the options ask for, of an iteration that starts from these tensors."""
     radix, device = radix_of(options), initial[0].device
+    kernels.backends.say_once_what_is_missing(device, "float64")
     if radix is None or (options.state == "auto" and _is_safe(options, initial)):
         return Float64(_float64_coefficients(options), kernels.half_step_for(device, "float64"))
     return Integers(radix, kernels.half_step_for(device, "exact"))
