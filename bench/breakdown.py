@@ -22,7 +22,7 @@ from tqdm import tqdm
 from turns import take_turns
 
 import revdeq
-from revdeq._solver import function as evaluate
+from revdeq._solver import replay
 from revdeq._solver.adjoint import Totals
 from revdeq.kernels import half_step_for
 
@@ -106,10 +106,10 @@ def one_step(f, x, seed, n):
         ):
             stack.enter_context(clock.timed(owner, attribute, name))
         with clock.part("own, forward"):
-            z = revdeq.solve(evaluated, torch.zeros_like(x), x, beta=BETA, max_steps=n, check=None).z
+            z = revdeq.solve(evaluated, torch.zeros_like(x), x, beta=BETA, max_steps=n, state="float64", check=None).z
         phase[0] = "f again"
-        engine = SimpleNamespace(run_backward=evaluate._engine.run_backward)
-        with mock.patch.object(evaluate, "_engine", engine), clock.timed(engine, "run_backward", "products"):
+        engine = SimpleNamespace(run_backward=replay._engine.run_backward)
+        with mock.patch.object(replay, "_engine", engine), clock.timed(engine, "run_backward", "products"):
             with clock.part("own, backward"):
                 torch.autograd.grad(z, inputs, seed)
     return clock.totals
@@ -122,7 +122,7 @@ def own_time(depths=(8, 40), budget=2.0):
     z0, inputs = torch.zeros_like(x), [x, *f.parameters()]
 
     def forward(n):
-        return revdeq.solve(f, z0, x, beta=BETA, max_steps=n, check=None).z
+        return revdeq.solve(f, z0, x, beta=BETA, max_steps=n, state="float64", check=None).z
 
     runs = {}
     for n in depths:

@@ -75,7 +75,7 @@ def with_torchdeq(solver, iterations=None, tol=0.0, **settings):
 
 
 SOLVERS = {
-    "reversible": reversible,
+    "reversible": functools.partial(reversible, state="float64"),
     "reversible, exact state": functools.partial(reversible, state="exact"),
     "stored graph": by_autograd(stored_graph),
     "checkpoint": by_autograd(checkpointed),
@@ -91,7 +91,7 @@ ONLY_AT = {
 }
 """For want of time, not at every N. 30 iterations are what is commonly run, beside N = 8."""
 WITH_TOLERANCE = {
-    "reversible": functools.partial(reversible, tol=TOL),
+    "reversible": functools.partial(reversible, tol=TOL, state="float64"),
     "reversible, exact state": functools.partial(reversible, tol=TOL, state="exact"),
     "torchdeq Anderson, IFT": with_torchdeq("anderson", iterations=30, tol=TOL, ift=True),
     "torchdeq Broyden, IFT": with_torchdeq("broyden", iterations=30, tol=TOL, ift=True),
