@@ -102,6 +102,7 @@ def work(rank, port):
         check_fsdp(rank)
     finally:
         dist.destroy_process_group()
+    os._exit(0)  # torch's device meshes keep the group, and its threads can abort a process that ends by itself
 
 
 def test_ddp_and_fsdp_with_two_processes():
