@@ -44,6 +44,7 @@ class Function:
     inputs: what f depends on beside its state.
     shards: those of them that FSDP shards.
     run: f, or in the backward pass what stands in for it.
+    changes_its_input: whether the first evaluation changed what f reads in place, or may have.
     kept: the last evaluations, with their graphs, if any are to be kept. The first one never is: what it depends on
         can be told only when its graph is gone.
     """
@@ -65,7 +66,7 @@ class Function:
         self.settings, self.draw = Settings(device), Draw(device)
         self.backward_hooks = BackwardHooks([])
         self.arguments = Arguments(args)
-        self._changes_its_input, self._reads_again, self._first_only = False, reads_again, first_only
+        self.changes_its_input, self._reads_again, self._first_only = False, reads_again, first_only
         self.kept: collections.deque[Evaluation] = collections.deque(maxlen=keep)
         self.run: Callable[..., Any] = f
         self.shards = Shards()
@@ -97,16 +98,11 @@ class Function:
         outputs = self._flattened(result, leaves)
         del result  # which holds the graph
         values = self._noted(leaves, outputs)
-        self._changes_its_input = any(x.is_inference() or x._version > 0 for x in state)
-        if self._changes_its_input and self._reads_again:
+        self.changes_its_input = any(x.is_inference() or x._version > 0 for x in state)
+        if self.changes_its_input and self._reads_again:
             values = [x.clone() for x in values]  # one of them may be the input
         self.arguments.refuse_changes(versions)
         return values
-
-    @property
-    def changes_its_input(self) -> bool:
-        """Whether the first evaluation changed what f reads in place, or may have."""
-        return self._changes_its_input
 
     def value(self, state: State, keep: bool = False) -> State:
         """f's outputs. With `keep`, the graph is kept; otherwise, if there was one, it is gone."""
@@ -121,12 +117,12 @@ class Function:
 
     def evaluate(self, state: State) -> Evaluation:
         """The leaves at which f is evaluated, and its outputs, with the graph between them if there is one."""
-        if self._changes_its_input and self._reads_again:
+        if self.changes_its_input and self._reads_again:
             state = [x.clone() for x in state]
         leaves = [x.detach().requires_grad_(self.graph) for x in state]
         self.search.begin()
         with self.draw, self._arguments():
-            disguise = self.graph and (self._changes_its_input or _has_any_global_hook())
+            disguise = self.graph and (self.changes_its_input or _has_any_global_hook())
             result = self._call(_disguise(leaves) if disguise else leaves)
         return leaves, self._flattened(result, leaves)
 

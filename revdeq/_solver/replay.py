@@ -87,10 +87,7 @@ class Replay:
             products = self._run_backward([outputs[i] for i in sources], sources_seeds, targets, kept)
         if not kept and self._usual is not None and any(x is None for x in products[len(targets) - len(by) :]):
             _, unknown = self._reached_again(leaves, outputs, expected)
-        by_inputs: list[Tensor | None] = [None] * len(self._inputs)
-        for (i, _), product in zip(by, products[len(targets) - len(by) :], strict=True):
-            so_far = by_inputs[i]
-            by_inputs[i] = product if so_far is None else so_far if product is None else so_far + product
+        by_inputs = _by_index(by, products[len(targets) - len(by) :], len(self._inputs))
         by_leaves = list(products[: len(leaves)]) if by_state else []
         values = [x.detach() for x in outputs]
         if unknown:
@@ -183,11 +180,7 @@ class Linearisation:
 
     def by_inputs(self, seeds: State) -> list[Tensor | None]:
         """The last product: the graph is gone afterwards."""
-        products: list[Tensor | None] = [None] * self._size
-        for (i, _), product in zip(self._by, self._products(seeds, [x for _, x in self._by], False), strict=True):
-            so_far = products[i]
-            products[i] = product if so_far is None else so_far if product is None else so_far + product
-        return products
+        return _by_index(self._by, self._products(seeds, [x for _, x in self._by], False), self._size)
 
     def _products(self, seeds: State, targets: State, keep_graph: bool) -> Sequence[Tensor | None]:
         if not self._outputs or not targets:
@@ -196,6 +189,15 @@ class Linearisation:
         given = [seeds[i].to(x.dtype, copy=True) for i, x in zip(self._sources, self._outputs, strict=True)]
         with autocast_as(self._autocast):
             return _run_engine(self._outputs, given, targets, keep_graph)
+
+
+def _by_index(by: list[tuple[int, Tensor]], products: Sequence[Tensor | None], size: int) -> list[Tensor | None]:
+    """Products by tensors, as a list by the inputs that they stand for: several may stand for one."""
+    totals: list[Tensor | None] = [None] * size
+    for (i, _), product in zip(by, products, strict=True):
+        so_far = totals[i]
+        totals[i] = product if so_far is None else so_far if product is None else so_far + product
+    return totals
 
 
 def _run_engine(outputs: State, seeds: State, targets: State, keep_graph: bool) -> Sequence[Tensor | None]:
