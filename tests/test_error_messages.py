@@ -60,7 +60,7 @@ STATEFUL = (
 )
 NO_WAY_BACK = (
     "the backward pass did not find its way back to the initial state: it is off by … of the state's size, where "
-    "1e-04 can be trusted (beta = 0.9, max_steps = 24), and so the gradient of this solve is not exact. "
+    "1e-04 can be trusted (beta = 0.9, N = 24 steps), and so the gradient of this solve is not exact. "
     'Either the float64 state was rounded beyond recovery: use state="exact", fewer steps or a beta further from 1. Or '
     "f does not compute the same when it is called again"
 )
@@ -531,6 +531,14 @@ TORCHDEQ = [
      "z_init = 3 must be a tensor, or a tuple or list of tensors"),
     ("one part of two", core(lambda deq: deq(lambda a, b: a, (torch.zeros(2, 2),) * 2)), TypeError,
      "func returned a tensor: z_init has 2 parts, and func must return as many"),
+    ("func returns another shape", core(lambda deq: deq(lambda z: z[:1], torch.zeros(2))), ValueError,
+     "func's output has shape (1,): it must be shaped like z_init, (2,)"),
+    ("func returns NaN", core(lambda deq: deq(lambda z: z + torch.nan, torch.zeros(2)), f_tol=1e-3, f_max_iter=8),
+     FloatingPointError,
+     "the norm of the state is not finite after step 1 of at most 4 (beta = 0.5): func returns NaN or infinity, or the "
+     "iteration diverges; try a smaller beta, or a func that contracts"),
+    ("integers to begin with", core(lambda deq: deq(torch.cos, torch.zeros(2, dtype=torch.long))), TypeError,
+     "z_init is torch.int64: it must be float32, float64, bfloat16 or float16; use z_init.float()"),
     ("a hook in f", core(lambda deq: deq(torchdeq.get_deq(hook_ift=True), torch.zeros(2))), RuntimeError,
      "func contains a core of torchdeq's with hook_ift=True, whose hook keeps the graph of every evaluation of func "
      "alive: use ift=True there, which has the same gradient"),

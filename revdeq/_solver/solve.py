@@ -131,7 +131,7 @@ def _solve(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict
     scheme = scheme_for(options, initial)
     monitor = None
     if options.check is not None:
-        setting = f"beta = {scheme.beta:.6g}, max_steps = {options.max_steps}"
+        setting = f"beta = {scheme.beta:.6g}, N = {options.max_steps} steps"
         monitor = Monitor(options.check, call_site(), setting, scheme.name, scheme.resolution, scheme.remedy)
 
     def iterated() -> tuple[Iteration, Outcome]:
