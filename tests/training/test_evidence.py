@@ -44,7 +44,7 @@ def test_with_equal_time_a_fast_model_makes_more_updates_at_its_best_learning_ra
     speeds = [{"study": "image", "label": label, "seconds": "0.5"} for label in labels]
     speeds[-1]["seconds"] = "0.1"
     updates = evidence.equal_time("image", speeds)
-    rows, curves, probes = done(list(evidence.tasks(["image"], 1, {}, [])), lambda task: 1 - abs(task.lr - 6e-3))
+    rows, curves, _ = done(list(evidence.tasks(["image"], 1, {}, [])), lambda task: 1 - abs(task.lr - 6e-3))
     assert not list(evidence.tasks(["image"], 1, updates, []))[3 * (len(labels) - 1) :]  # its best one is not known yet
     fast = [task for task in evidence.tasks(["image"], 1, updates, rows) if task.label == labels[-1]]
     assert [(task.lr, task.updates) for task in fast] == [(6e-3, 5 * 312)]
