@@ -58,11 +58,15 @@ def _launch(
         _compiled[key] = _launch_by_triton(kernel, warps, device, programs, (*tensors, *numbers, *constants))
         return
     active = triton.runtime.driver.active
-    with _NOTHING if active.get_current_device() == device.index else _on(device):
-        compiled.run(
-            programs, 1, 1, active.get_current_stream(device.index), compiled.function, compiled.packed_metadata,
-            None, None, None, *tensors, *numbers, *constants,
-        )  # fmt: skip
+    arguments = (
+        programs, 1, 1, active.get_current_stream(device.index), compiled.function, compiled.packed_metadata,
+        None, None, None, *tensors, *numbers, *constants,
+    )  # fmt: skip
+    if active.get_current_device() == device.index:
+        compiled.run(*arguments)
+    else:
+        with _on(device):
+            compiled.run(*arguments)
 
 
 def _launch_by_triton(kernel: Any, warps: int, device: torch.device, programs: int, arguments: tuple[Any, ...]) -> Any:
@@ -70,7 +74,6 @@ def _launch_by_triton(kernel: Any, warps: int, device: torch.device, programs: i
         return kernel[(programs,)](*arguments, num_warps=warps, enable_fp_fusion=False)
 
 
-_NOTHING = contextlib.nullcontext()
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 
 
