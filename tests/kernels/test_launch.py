@@ -148,6 +148,16 @@ def test_a_kernel_for_little_memory_never_gets_much(by_triton):
     assert len(by_triton) == 2
 
 
+def test_no_kernel_is_specialised_for_the_value_of_a_number():
+    """Of which a key holds the types alone."""
+    kernels = [k for module in (gpu, gpu_exact) for name, k in vars(module).items() if name.endswith("_kernel")]
+    assert len(kernels) == 8
+    for kernel in kernels:
+        numbers = [p for p in kernel.params if not p.is_constexpr and not p.name.startswith("p_")]
+        assert numbers
+        assert all(p.do_not_specialize for p in numbers), kernel.__name__
+
+
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
 def test_who_watches_launches_sees_them_all(monkeypatch, by_triton, hook):
     driver = stub(monkeypatch)
