@@ -91,6 +91,14 @@ def test_a_kernel_for_aligned_pointers_never_gets_others(by_triton, offset):
     assert torch.equal(half.copy, copy)
 
 
+def test_a_kernel_for_a_dtype_never_gets_another(by_triton):
+    half, f = bound()
+    with emulating(TARGETS["sm_90"]):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.bfloat16):
+            half.relax(f.to(dtype), None, STEP)
+    assert len(by_triton) == 3
+
+
 def test_the_tests_would_notice(monkeypatch):
     monkeypatch.setattr(launch, "_kinds", lambda tensors: [None if x is None else x.dtype for x in tensors])
     half, f = bound()
