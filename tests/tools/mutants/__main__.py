@@ -24,8 +24,14 @@ INTERPRETED = {
 }
 
 
+SUITES = ("interpreter", "emulator", "budgets", "launches")
+
+
 def suites(file: str) -> dict[str, list[str]]:
-    """What may notice a bug in this file: the tests of bits, not of layouts, and budgets on one GPU."""
+    """What may notice a bug in this file: the tests of bits, not of layouts, and budgets on one GPU; or those of
+    launches."""
+    if file == "kernels/launch.py":
+        return {"launches": ["tests/kernels/test_launch.py"]}
     return {
         "interpreter": INTERPRETED[file],
         "emulator": ["tests/kernels/test_emulated_kernels.py"],
@@ -96,11 +102,11 @@ def main() -> int:
     if not bugs:
         parser.error(f"no bug is called like {names}: {', '.join(bug.name for bug in BUGS)}")
     check_without_bugs(bugs)
-    print(f"{'bug':<42} {'file':<22} {'interpreter':<12} {'emulator':<12} {'budgets':<12}", flush=True)
+    print(f"{'bug':<42} {'file':<22} " + "".join(f"{suite:<13}" for suite in SUITES), flush=True)
     unnoticed = []
     for bug in bugs:
         noticed = notice(bug)
-        verdicts = "".join(f" {'caught' if test else '-':<12}" for test in noticed.values())
+        verdicts = "".join(f" {'caught' if noticed.get(suite) else '-':<12}" for suite in SUITES)
         print(f"{bug.name:<42} {bug.file:<22}{verdicts}", flush=True)
         for suite, test in noticed.items():
             if test:
