@@ -17,7 +17,7 @@ from ..models import count_parameters
 from ..models.equilibrium import Equilibrium
 from . import data
 from .presets import Preset
-from .run import cross_entropy
+from .run import loss_of
 
 OPTIMISER_BYTES = 16
 """Per parameter: itself, its gradient, and AdamW's two moments, in float32."""
@@ -126,7 +126,7 @@ def _counted(model: nn.Module, inputs: Tensor, targets: Tensor) -> Count:
     with _replaced(once), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         with FlopCounterMode(display=False) as counter:
             logits = model(inputs)
-            cross_entropy(logits, targets)
+            loss_of(logits, targets)
     activations = sum(x.untyped_storage().nbytes() for x in saved.values())
     # The largest tensor beside them is the gradient of the logits.
     return Count(3 * counter.get_total_flops() + repeated, activations + 4 * logits.numel(), states)

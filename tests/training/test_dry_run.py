@@ -12,7 +12,7 @@ from revdeq._device import peak_memory
 from revdeq.models import Equilibrium
 from revdeq.training import data, dry_run
 from revdeq.training.presets import PRESETS, configured
-from revdeq.training.run import cross_entropy
+from revdeq.training.run import loss_of
 
 pytest.importorskip("tiktoken", reason="needs revdeq[train]")
 BATCH = 8
@@ -23,7 +23,7 @@ def update(preset, **more):
     batch, shapes = data.example(preset.data, preset.settings)
     inputs, targets = (x.expand(BATCH, *x.shape[1:]).contiguous() for x in batch[:2])
     model = preset.changed(more).build(**shapes)
-    return lambda: cross_entropy(model(inputs), targets).backward()
+    return lambda: loss_of(model(inputs), targets).backward()
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -147,8 +147,8 @@ def crash_in_update(monkeypatch, at):
 def crash_in_evaluation(monkeypatch, at):
     row = train.Run._row
 
-    def evaluating(run, scored):
-        made = row(run, scored)
+    def evaluating(run, losses, scored):
+        made = row(run, losses, scored)
         return _raise() if scored and run.update >= at else made
 
     monkeypatch.setattr(train.Run, "_row", evaluating)
