@@ -66,14 +66,17 @@ class Model(
     paper_url="https://arxiv.org/abs/2509.12917",
     tags=["deep-equilibrium-model"],
     model_card_template=CARD,
-    # A block is code, which is not shared: its name is, so that a reader knows what to pass.
-    coders={kind: (name_of, lambda name: name) for kind in (type, FunctionType)},
 ):
     """A model that `save_pretrained`, `from_pretrained` and `push_to_hub` share, with the keywords it was made with."""
 
     trained: Mapping[str, Any] | None = None
     """What a checkpoint holds beside the weights, where the model comes from one: "preset", "update", "metric",
     "shapes" and "data"."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        # A block is code, which is not shared: its name is, so that a reader knows what to pass.
+        names = {kind: (name_of, lambda name: name) for kind in (type, FunctionType)}
+        super().__init_subclass__(**{"coders": names, **more})
 
     def save_pretrained(self, save_directory: Any, *, config: Any = None, **more: Any) -> Any:
         if config is None:

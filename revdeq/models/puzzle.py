@@ -103,7 +103,7 @@ class PuzzleModel(EquilibriumModel):
         if self.training and self.noise:
             z0 = self.noise * torch.randn(x.shape, device=x.device)
             z0[1::2] = 0
-        return self.classify(self.equilibrium(x, z0).movedim(1, -1))
+        return self.classify(self.equilibrium(x, z0=z0).movedim(1, -1))
 
 
 def encoder(features: int, dimensions: int, channels: int) -> nn.Module:

@@ -127,6 +127,9 @@ def read(file: Path) -> Tensor:
             image: Any = ImageOps.exif_transpose(opened).convert("RGBA")
     except (OSError, UnidentifiedImageError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"{file} cannot be read as an image: {error}") from error
-    white = Image.new("RGBA", image.size, "white")
-    image = ImageOps.fit(Image.alpha_composite(white, image).convert("RGB"), (SIDE, SIDE), Image.Resampling.LANCZOS)
+    image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    width, height = image.size
+    side = min(width, height)
+    left, top = (width - side) // 2, (height - side) // 2
+    image = image.crop((left, top, left + side, top + side)).resize((SIDE, SIDE), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)

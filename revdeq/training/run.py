@@ -386,15 +386,17 @@ class Run:
     def _try_out(self) -> None:
         """What is wrong with a model or a block of one's own is said now, of two examples, and not in the middle."""
         generators = checkpoint.generators(self.processes.device)
-        indices = self.dataset.order(_generator(self.training.seed, "order", 0))[:2]
-        inputs, targets, _ = self.dataset.batch(indices, _generator(self.training.seed, "augmentation", 0))
+        batch = self.dataset.order(_generator(self.training.seed, "order", 0))[: self.training.batch]
+        inputs, targets, _ = self.dataset.batch(batch, _generator(self.training.seed, "augmentation", 0))
+        classes = targets
+        inputs, targets = inputs[:2], targets[:2]
         model = copy.deepcopy(self.model).train()
         block = self.preset.settings.get("block")
         what = f"model={type(model).__name__}" if block is None else f"block={name_of(block)}"
         try:
             with torch.autocast(self.processes.device.type, **_autocast(self.training.autocast)):
                 outputs = model(inputs)
-            wrong = _misfit(outputs, targets)
+            wrong = _misfit(outputs, targets) or _out_of_range(outputs, classes)
             if not wrong:
                 loss_of(outputs, targets).backward()
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -579,14 +581,17 @@ def _misfit(outputs: Any, targets: Tensor) -> str:
         return f"it returns a {type(outputs).__name__}, and must return a tensor"
     shape, expected = tuple(outputs.shape), tuple(targets.shape)
     if targets.is_floating_point():
-        return (
-            "" if shape == expected else f"it returns the shape {shape}, and the targets have {expected}: make them one"
-        )
+        return "" if shape == expected else f"it returns the shape {shape}, and must return that of targets, {expected}"
     if shape[:-1] != expected:
         return f"it returns the shape {shape}, and must return {(*expected, 'classes')} for targets of shape {expected}"
-    if not 0 <= int(targets.min()) <= int(targets.max()) < shape[-1]:
-        return f"it tells {shape[-1]} classes apart, and a target is {int(targets.max())}: they are counted from 0"
     return ""
+
+
+def _out_of_range(outputs: Tensor, targets: Tensor) -> str:
+    if targets.is_floating_point() or 0 <= int(targets.min()) <= int(targets.max()) < outputs.shape[-1]:
+        return ""
+    low, high = int(targets.min()), int(targets.max())
+    return f"it tells {outputs.shape[-1]} classes apart, and targets go from {low} to {high}: they are counted from 0"
 
 
 @torch.no_grad()
