@@ -168,7 +168,7 @@ def test_numbers_as_targets_are_fitted_by_their_squared_error(tmp_path):
         (nn.Flatten(0), circle(), SettingError, "it returns the shape (4,), and must return (2, 'classes')"),
         (nn.LSTM(2, 2), circle(), SettingError, "it returns a tuple, and must return a tensor"),
         (nn.Linear(2, 2), (circle()[0], circle()[0][:, 0]), SettingError, "must return that of targets, (2,)"),
-        (nn.Linear(2, 2), circle(5), DataError, "data of 5 examples"),
+        (nn.Linear(2, 2), circle(5), DataError, "data of 5 examples: without valid, at least 10"),
         (nn.Linear(2, 2), (circle()[0], circle(3)[1]), DataError, "data has 200 inputs and 3 targets: pass one target"),
         (nn.Linear(2, 2), DataLoader(TensorDataset(*circle())), DataError, "data is a DataLoader: pass its dataset"),
         (nn.Linear(2, 2), 3, DataError, "data is of type int: pass a pair of tensors"),
