@@ -93,7 +93,7 @@ class Model(
             safetensors.torch.save_file(dict(self.trained["data"]), save_directory / "data.safetensors")
 
     @classmethod
-    def _from_pretrained(cls, *, model_id: str, config: Any = None, strict: bool = True, **more: Any) -> Any:  # type: ignore[override]
+    def _from_pretrained(cls, *, model_id: str, config: Any = None, strict: bool = True, **more: Any) -> Any:
         trained = (config or {}).get("trained")
         more = {key: value for key, value in more.items() if key not in ("config", "trained")}
         if isinstance(more.get("state"), dict):

@@ -31,7 +31,6 @@ __all__ = [
     "evaluate",
     "generate",
     "restored",
-    "train",
 ]
 
 

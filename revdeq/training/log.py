@@ -24,12 +24,12 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError("TensorBoard needs tensorboard: pip install 'revdeq[tensorboard]'") from error
-        self._make, self._writer = SummaryWriter, None
-        self.out = Path(out)
+        self._make, self._out = SummaryWriter, str(out)
+        self._writer: SummaryWriter | None = None
 
     def __call__(self, row: Mapping[str, Any]) -> None:
         if self._writer is None:  # what a run that went on from an earlier checkpoint wrote later is not shown
-            self._writer = self._make(str(self.out), purge_step=row["update"])
+            self._writer = self._make(self._out, purge_step=row["update"])
         for name, value in row.items():
             if value != "" and name != "update":
                 self._writer.add_scalar(name, value, row["update"])

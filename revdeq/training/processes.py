@@ -46,7 +46,8 @@ class Processes:
 
     def apart(self, model: nn.Module, more: bool) -> contextlib.AbstractContextManager[None]:
         """Whether processes leave their gradients apart for now, because there are more to be added to them."""
-        return model.no_sync() if more and self.size > 1 else contextlib.nullcontext()
+        wrapped: Any = model
+        return wrapped.no_sync() if more and self.size > 1 else contextlib.nullcontext()
 
     def share(self, batch: Tensor) -> Tensor:
         return batch.chunk(self.size)[self.rank]

@@ -103,4 +103,5 @@ def checked(source: Any) -> Any:
 
 
 def count(source: Any) -> int:
-    return len(source) if isinstance(source, Dataset) else len(source[0])
+    examples: Any = source if isinstance(source, Dataset) else source[0]
+    return len(examples)
