@@ -72,6 +72,7 @@ def train(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--log", choices=("tensorboard",), help="write the metrics for TensorBoard, too, in RUN")
 
     def run(arguments: argparse.Namespace) -> int:
+        from ..models import MODELS
         from ..training import log, presets, record
         from ..training import run as training
 
@@ -87,6 +88,10 @@ def train(parser: argparse.ArgumentParser) -> Run:
         if out is None:
             raise presets.SettingError("name a preset, or with --resume RUN the folder of a run")
         before = record.read_config(out) if arguments.resume is not None else None
+        if before is not None and before["model"] not in MODELS:
+            raise presets.SettingError(
+                f"{out} is of a model of your own, {before['model']}: go on with revdeq.train(..., resume=True)"
+            )
         if before is not None and name in (None, before["name"]):
             preset = presets.Preset.from_dict(before).changed(changes)
             if arguments.data is None and before["folder"]:

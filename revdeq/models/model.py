@@ -79,11 +79,20 @@ class Model(
         super().__init_subclass__(**{"coders": names, **more})
 
     def save_pretrained(self, save_directory: Any, *, config: Any = None, **more: Any) -> Any:
+        if (Path(save_directory) / "last.pt").exists():
+            raise ValueError(
+                f"save_directory = {str(save_directory)!r} is the folder of a run, whose config.json would be lost: "
+                "choose another"
+            )
         if config is None:
             config = dict(getattr(self, "_hub_mixin_config", None) or {})
             if self.trained is not None:
                 config["trained"] = {key: value for key, value in self.trained.items() if key != "data"}
         return super().save_pretrained(save_directory, config=config, **more)
+
+    def push_to_hub(self, repo_id: str, *, model_card_kwargs: Any = None, **more: Any) -> Any:
+        card = {"address": repo_id, **(model_card_kwargs or {})}
+        return super().push_to_hub(repo_id, model_card_kwargs=card, **more)
 
     def _save_pretrained(self, save_directory: Path) -> None:
         super()._save_pretrained(save_directory)

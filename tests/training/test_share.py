@@ -240,6 +240,14 @@ def test_pushing_sends_the_weights_the_settings_and_the_card(runs):
         revdeq.models.load(runs / "prefix-tiny").push_to_hub("someone/prefix")
     assert {"model.safetensors", "config.json", "README.md"} <= sent.keys() and sent["repository"] == "someone/prefix"
     assert b"solved" in sent["README.md"] and b'"channels": 4' in sent["config.json"]
+    assert b'PuzzleModel.from_pretrained("someone/prefix")' in sent["README.md"]
+
+
+def test_a_run_is_not_overwritten_by_what_is_shared_of_it(runs):
+    before = (runs / "prefix-tiny/config.json").read_bytes()
+    with pytest.raises(ValueError, match="prefix-tiny' is the folder of a run, whose config.json would be lost"):
+        revdeq.models.load(runs / "prefix-tiny").save_pretrained(runs / "prefix-tiny")
+    assert (runs / "prefix-tiny/config.json").read_bytes() == before
 
 
 def test_without_huggingface_hub_models_work_and_say_what_is_missing():
