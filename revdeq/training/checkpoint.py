@@ -14,6 +14,7 @@ from torch import nn
 
 from .. import _device
 from .._atomic import replacing
+from ..models.model import DATA
 
 FORMAT = "revdeq 1"
 
@@ -73,8 +74,7 @@ def _pretrained(folder: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{folder} is of a model that was saved without its training: read it with from_pretrained of its class"
             )
-        data = folder / "data.safetensors"
-        kept = {"data": load_file(data)} if data.exists() else {}
+        kept = {"data": load_file(folder / DATA)} if "data" in trained else {}
         return {"metric": "", "folder": None, **trained, **kept, "model": load_file(folder / "model.safetensors")}
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be read as a model that save_pretrained wrote: {error}") from error

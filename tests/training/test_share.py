@@ -176,9 +176,38 @@ def test_the_card_says_how_good_the_model_is(runs, tmp_path):
     model.save_pretrained(tmp_path)
     card = hub.ModelCard.load(tmp_path / "README.md")
     metric = checkpoint.load(runs / "wikitext2-tiny")["metric"]
-    assert f"Trained for 6 updates on wikitext-2 (preset wikitext2-tiny): perplexity {metric:.4g}" in card.text
+    assert f"Trained for 6 updates on wikitext-2 (preset wikitext2-tiny): perplexity {metric:.4g} on the" in card.text
     assert "revdeq.models.LanguageModel.from_pretrained(" in card.text and "| max_steps | 2 |" in card.text
     assert card.data.library_name == "revdeq" and "deep-equilibrium-model" in card.data.tags
+
+
+def test_the_card_claims_no_metric_for_settings_that_were_not_evaluated(runs, tmp_path):
+    revdeq.models.load(runs / "prefix-tiny").save_pretrained(tmp_path / "as it was")
+    revdeq.models.load(runs / "prefix-tiny", max_steps=7).save_pretrained(tmp_path / "loaded")
+    PuzzleModel.from_pretrained(tmp_path / "as it was", max_steps=7).save_pretrained(tmp_path / "again")
+    assert "solved 0 on the first 1 batches of the split 'valid'." in (tmp_path / "as it was/README.md").read_text()
+    for place in ("loaded", "again"):
+        card = (tmp_path / place / "README.md").read_text()
+        assert "no evaluation with these settings is known" in card
+        assert "solved" not in card and "| max_steps | 7 |" in card
+        assert revdeq.models.load(tmp_path / place).equilibrium.max_steps == 7
+
+
+def test_a_model_comes_from_the_hub_with_all_that_belongs_to_it(runs, tmp_path):
+    """The Hub is a folder here: what is asked of it by name is what was saved."""
+    model = revdeq.models.load(runs / "wikitext2-tiny")
+    model.save_pretrained(tmp_path / "hub")
+
+    def download(repo_id, filename, **_):
+        assert repo_id == "someone/text"
+        return str(tmp_path / "hub" / filename)
+
+    with mock.patch("huggingface_hub.hub_mixin.hf_hub_download", download):
+        with mock.patch("huggingface_hub.hf_hub_download", download):
+            found = LanguageModel.from_pretrained("someone/text")
+    found.save_pretrained(tmp_path / "again")
+    for name in ("config.json", "model.safetensors", "data.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "hub" / name).read_bytes()
 
 
 def test_a_model_without_a_training_is_shared_too(tmp_path):
