@@ -64,3 +64,11 @@ def test_a_batch_that_does_not_fit(monkeypatch, capsys):
     assert __main__.main() == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "GB " in line and "," in line]
     assert ["need 2 GPUs" in lines[-3], "fit" in lines[-2], "fit" in lines[-1]] == [True] * 3
+
+
+def test_a_batch_in_parts_takes_the_memory_of_one():
+    whole = configured("wikitext103-94m", {"batch": 100})
+    parts = configured("wikitext103-94m", {"batch": 100, "accumulate": 4})
+    one = dry_run.predicted(whole).memory(25) / 1e9
+    assert "need 2 GPUs" in dry_run.report(whole) and "need" not in dry_run.report(parts)
+    assert f"TFLOP and {one:.3g} GB" in dry_run.report(parts)
