@@ -30,7 +30,7 @@ mutants: .venv/installed
 .venv/installed: setup.py pyproject.toml .ci/constraints.txt kernels/common.h kernels/cpu.c kernels/cpu_exact.c
 	@echo "Setting up .venv (torch is large: this takes a minute or two) ..."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[demo,train,test,torchdeq,lint]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[demo,train,hub,tensorboard,test,torchdeq,lint]'
 	touch $@
 
 clean:

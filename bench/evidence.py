@@ -333,7 +333,7 @@ def memory(name):
         batch = data.batch(torch.arange(preset.training.batch), torch.Generator().manual_seed(0))
 
         def update(model=model, batch=batch):
-            loss = train.cross_entropy(model(batch.inputs), batch.targets)
+            loss = train.loss_of(model(batch.inputs), batch.targets)
             torch.autograd.grad(loss, list(model.parameters()))
 
         update()  # what is allocated once only
