@@ -45,16 +45,16 @@ N = len(demo.PLOTTED_DEPTHS)
 @pytest.mark.parametrize(
     "errors",
     [
-        pytest.param({0.5: [0.0] * N, 0.8: [3e-7] * N, 0.9: [2e-7] * N}, id="none is lost"),
-        pytest.param({0.5: [0.0] * N, 0.8: [1e-7] * (N - 2) + [40.0, math.nan], 0.9: [math.nan] * N}, id="some are"),
+        pytest.param({"a": [1e-8] * N, "b": [3e-7] * N, "c": [2e-7] * N, "exact": [0.0] * N}, id="none is lost"),
+        pytest.param({"a": [0.0] * N, "b": [1e-7] * (N - 2) + [40.0, math.nan], "c": [math.nan] * N}, id="some are"),
     ],
 )
 def test_the_demos_picture(errors):
     memory = {method: [(k + 1) * 2.0**20 * n for n in demo.PLOTTED_DEPTHS] for k, method in enumerate(demo.METHODS)}
-    figure = demo.picture(memory, errors)
+    solved = {bits: [min(1.0, n / bits) for n in demo.SOLVED_DEPTHS] for bits in demo.LENGTHS}
+    figure = demo.picture(memory, {f"float64 state, beta {k}": row for k, row in errors.items()}, solved)
     assert readable.complaints(figure) == []
-    widths = [axes.get_window_extent().width / figure.bbox.width for axes in figure.axes]
-    assert min(widths) >= 1 / 3
+    assert [len(axes.get_legend().get_texts()) for axes in figure.axes][::2] == [len(demo.METHODS), len(demo.LENGTHS)]
     crosses = [x for line in figure.axes[1].lines if line.get_marker() == "x" for x in line.get_xdata()]
     lost = [n for row in errors.values() for n, e in zip(demo.PLOTTED_DEPTHS, row, strict=True) if not e < 1]
     assert crosses == lost
