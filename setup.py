@@ -85,7 +85,7 @@ setup(
     },
     packages=["revdeq", "revdeq.kernels", *(f"revdeq.{name}" for name in PACKAGES)],
     package_dir={"revdeq": "revdeq", "revdeq.kernels": "kernels"},
-    package_data={"revdeq": ["py.typed"], "revdeq.kernels": ["*.c", "*.h"]},
+    package_data={"revdeq": ["py.typed"], "revdeq.examples": ["*.ipynb"], "revdeq.kernels": ["*.c", "*.h"]},
     ext_modules=[Extension("revdeq.kernels._cpu", SOURCES, depends=["kernels/common.h"], optional=True)],
     cmdclass={"build_ext": BuildKernel},
     zip_safe=False,
