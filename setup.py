@@ -90,7 +90,7 @@ setup(
         "test": ["hypothesis", "numpy", "pytest", "pytest-benchmark", "pytest-xdist"],
         "torchdeq": ["torchdeq"],
         "train": ["matplotlib", "numpy", "tiktoken", "tqdm"],
-        "lint": ["mypy", "ruff"],
+        "lint": ["check-jsonschema", "mypy", "ruff", "zizmor"],
     },
     packages=["revdeq", "revdeq.kernels", *(f"revdeq.{name}" for name in PACKAGES)],
     package_dir={"revdeq": "revdeq", "revdeq.kernels": "kernels"},
