@@ -8,11 +8,15 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command import editable_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError
 
 ROOT = Path(__file__).parent
 SOURCES = ["kernels/cpu.c", "kernels/cpu_exact.c"]
+# `pip install -e .` puts this folder on the path. A finder, which is setuptools' other way, comes after the current
+# folder: in the one that holds the clone, `import revdeq` would find the clone itself, as an empty namespace.
+EDITABLE = {"mode": "compat"} if hasattr(getattr(editable_wheel, "_EditableMode", None), "COMPAT") else {}
 PACKAGES = ("_solver", "cli", "examples", "models", "training", "training.data")
 
 
@@ -99,7 +103,7 @@ setup(
     ext_modules=[
         Extension("revdeq.kernels._cpu", SOURCES, depends=["kernels/common.h"], optional=True, py_limited_api=True)
     ],
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}, "editable_wheel": EDITABLE},
     cmdclass={"build_ext": BuildKernel},
     zip_safe=False,
 )
