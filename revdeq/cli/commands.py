@@ -17,7 +17,7 @@ NEEDED = ("PIL", "matplotlib", "numpy", "tiktoken", "tqdm")
 
 
 def demo(parser: argparse.ArgumentParser) -> Run:
-    """train a small image model three ways and compare (under two minutes)"""
+    """what training costs and what depth is good for, in a table and a plot (under two minutes)"""
     parser.add_argument(
         "--out", type=Path, default=Path("demo.png"), help="where to write the plot (default: %(default)s)"
     )

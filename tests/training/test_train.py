@@ -7,7 +7,6 @@ import json
 import math
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -182,7 +181,7 @@ def stop_by_signal(monkeypatch, at):
 
     def batching(run):
         if run.update == at:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)  # os.kill would end the process on Windows
         return batch(run)
 
     monkeypatch.setattr(train.Run, "_batch", batching)
@@ -686,6 +685,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(folder, whole, tmp_path, capsys):
 
 def test_a_checkpoint_that_grows_beyond_the_room_is_named(tmp_path):
     """A write that the system itself refuses, from within torch.save."""
+    resource = pytest.importorskip("resource", reason="Windows has no limits of a process")
     path = tmp_path / "last.pt"
     checkpoint.save(path, {"update": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
