@@ -26,8 +26,10 @@ lint: .venv/installed
 docs: .venv/installed
 	$(BIN)/python docs/make_api.py
 
+# It goes on where it was interrupted.
 mutants: .venv/installed
 	$(BIN)/python tests/tools/mutants
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --sample 300 tests/kernels/test_emulated_kernels.py
 
 dist: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine

@@ -1,8 +1,8 @@
 """The PTX that the kernels compile to gives the bits of the reference, executed without a GPU.
 
 By default each operation meets every dtype of f, every dtype of the copy and every GPU, but not in every combination:
-that is `pytest -m full`. A launch has a whole chunk and a tail, and in turn every register of a thread is the first
-that the tail leaves out.
+that is `pytest -m full`. Of the rest ten are drawn, others every day, or as many as `--sample` says. A launch has a
+whole chunk and a tail, and in turn every register of a thread is the first that the tail leaves out.
 """
 
 import itertools
