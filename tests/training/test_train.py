@@ -300,8 +300,8 @@ def test_a_killed_process_goes_on_bit_for_bit(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_processes_train_as_one_does(name, folder, tmp_path):
-    """With the same batch, half of it each, in two parts, and the same number of steps, drawn for each update. Dropout is
-    off: each process draws masks of its own."""
+    """With the same batch, half of it each, in two parts, and the same number of steps, drawn for each update. Dropout
+    is off: each process draws masks of its own."""
     changes = {"dropout": 0.0, "max_steps": (1, 6)} if name == "wikitext2-tiny" else {}
     settings = {**SETTINGS[name], **changes, "lr": 0.003}
     one = train.train(configured(name, settings), folder, tmp_path / "one", quiet=True)
