@@ -26,8 +26,10 @@ lint: .venv/installed
 docs: .venv/installed
 	$(BIN)/python docs/make_api.py
 
+# It goes on where it was interrupted.
 mutants: .venv/installed
 	$(BIN)/python tests/tools/mutants
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --sample 300 tests/kernels/test_emulated_kernels.py
 
 dist: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine
@@ -36,7 +38,7 @@ dist: .venv/installed
 .venv/installed: setup.py pyproject.toml .ci/constraints.txt kernels/common.h kernels/cpu.c kernels/cpu_exact.c
 	@echo "Setting up .venv (torch is large: this takes a minute or two) ..."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[demo,train,test,torchdeq,lint]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[demo,train,hub,tensorboard,test,torchdeq,lint]'
 	touch $@
 
 clean:

@@ -19,7 +19,7 @@ import torch
 from step import BETA, DEVICE, evaluations, problem, products
 from table import options
 from tqdm import tqdm
-from turns import take_turns
+from turns import keep_freed_memory, take_turns
 
 import revdeq
 from revdeq._solver import replay
@@ -144,7 +144,7 @@ def own_time(depths=(8, 40), budget=2.0):
 def main():
     table, quick = options(__doc__, "few rounds")
     rounds = 3 if quick else 10
-    torch.empty(2**25 - 2**16, dtype=torch.uint8)  # as in step.py
+    keep_freed_memory()
     problems = {
         "conv block": problem("conv block"),
         "transformer block": problem("transformer block"),

@@ -5,7 +5,7 @@ import json
 import statistics
 import textwrap
 
-from evidence import EDITION, STUDIES, Task, table, variants
+from evidence import EDITION, STUDIES, Task, equal_time, table, variants
 
 COLOURS = [f"C{i}" for i in range(10)] + ["black", "gold", "navy", "lime", "magenta", "teal"]
 MARKERS = "os^vDP*X"
@@ -73,7 +73,8 @@ def begun(runs):
 
 
 def report(results, runs=None):
-    rows, curves, probes, memory = (table(results / f"{name}.csv") for name in ("runs", "curves", "probes", "memory"))
+    names = ("runs", "curves", "probes", "memory", "speeds")
+    rows, curves, probes, memory, speeds = (table(results / f"{name}.csv") for name in names)
     if found := problems(rows, curves, probes):
         raise SystemExit("\n".join(["the tables cannot be reported as they are:", *sorted(found)]))
     lines = [MADE, "", "± is the deviation between seeds.", ""]
@@ -83,7 +84,7 @@ def report(results, runs=None):
         if not ours:
             continue
         lines += [f"## {name}", ""]
-        lines += puzzle_lines(name, ours, probes, memory) if study.sizes else score_lines(name, ours)
+        lines += puzzle_lines(name, ours, probes, memory) if study.sizes else score_lines(name, ours, speeds)
         lines += [f"![{name}]({name}.png)", "", "```"]
         lines += [*dict.fromkeys(row["command"] for row in ours if row["seed"] == "0"), "```", ""]
         figure, said = drawn(name, ours, curves, probes)
@@ -97,8 +98,28 @@ def report(results, runs=None):
     print("\n".join(lines))
 
 
-def score_lines(name, ours):
-    metric, wanted = ours[0]["metric"], max(1, len(STUDIES[name].rates))
+def score_lines(name, ours, speeds):
+    """A table of the same updates for all, one of the same time, and one of what else there is."""
+    study = STUDIES[name]
+    same_time = {label: updates for (_, label), updates in equal_time(name, speeds).items()}
+    first = f"{study.updates} updates each"
+    tables = {
+        first: [row for row in ours if int(row["updates"]) == study.updates],
+        f'The time of {study.updates} updates of "{study.clock}" each': [
+            row for row in ours if int(row["updates"]) == same_time.get(row["label"])
+        ],
+    }
+    told = [row for rows in tables.values() for row in rows]
+    tables["Longer trainings"] = [row for row in ours if row not in told]
+    for title, rows in tables.items():
+        if rows:
+            yield f"**{title}**"
+            yield ""
+            yield from score_table(rows, len(study.rates) if title == first else 1)
+
+
+def score_table(ours, wanted):
+    metric = ours[0]["metric"]
     yield f"| | updates | seeds | lr | parameters | evaluations | {metric}, validation | {metric}, test |"
     yield "|---|---|---|---|---|---|---|---|"
     for (label, updates), group, tried in chosen(ours):

@@ -36,6 +36,13 @@ class Numbers:
         keys = [key for key in self._rows if key[:2] == (benchmark, provider) and key[-1] == quantity]
         return {key[2]: self._rows[key].p50 for key in sorted(keys, key=lambda key: key[2])}
 
+    def providers(self, benchmark):
+        return list(dict.fromkeys(key[1] for key in self._rows if key[0] == benchmark))
+
+    def per_element(self, benchmark, provider, quantity):
+        ((size, total),) = self.by_size(benchmark, provider, quantity).items()
+        return total / size
+
     def ratio(self, benchmark, over, under, size, quantity="seconds"):
         return self.median(benchmark, over, size, quantity) / self.median(benchmark, under, size, quantity)
 
@@ -206,6 +213,32 @@ def dial(numbers, n=8):
     return markdown([f"over the stored graph, N = {n}", *header], rows)
 
 
+PREDICTED = "relax", "relax_norms", "invert_adjoint"
+LIMITS = "bandwidth", "issue", "float64", "integers"
+
+
+def predicted(numbers):
+    """The longest of the times that the limits give, per element, and the state that takes less for there and back."""
+    rows = []
+    for gpu in numbers.providers("predicted relax"):
+        cells, both = [gpu], []
+        for prefix in ("", "exact "):
+            longest = []
+            for kernel in PREDICTED:
+                name = f"predicted {prefix}{kernel}"
+                times = {limit: numbers.per_element(name, gpu, f"predicted seconds by {limit}") for limit in LIMITS}
+                limit = max(times, key=times.get)
+                longest.append(times[limit])
+                share = "" if limit == "bandwidth" else f" ({limit}: {times['bandwidth'] / times[limit]:.0%})"
+                cells.append(f"{times[limit] * 1e12:.1f}{share}")
+            both.append(longest[0] + longest[2])
+        faster = both[0] / both[1]
+        cells.append("either" if 0.95 < faster < 1.05 else f"exact, {faster:.1f}x" if faster > 1 else "float64")
+        rows.append(cells)
+    names = [f"{state} {kernel}" for state in ("float64", "exact") for kernel in PREDICTED]
+    return markdown(["**predicted**, ps for an element", *names, "faster state"], rows)
+
+
 TABLES = {
     "machine": machine,
     "half-step": half_step,
@@ -214,6 +247,7 @@ TABLES = {
     "convergence": convergence,
     "implicit": implicit,
     "dial": dial,
+    "predicted": predicted,
 }
 
 

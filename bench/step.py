@@ -24,7 +24,7 @@ import warnings
 import torch
 from table import device, options
 from tqdm import tqdm
-from turns import ratio, take_turns
+from turns import keep_freed_memory, ratio, take_turns
 
 import revdeq
 from revdeq._device import peak_memory
@@ -248,8 +248,7 @@ def show(title, times, results):
 def main():
     table, quick = options(__doc__, "few depths, solvers and rounds")
     warnings.simplefilter("ignore", revdeq.ReconstructionWarning)
-    # A training run has long since grown the C library's threshold for returning memory to the system.
-    torch.empty(2**25 - 2**16, dtype=torch.uint8)
+    keep_freed_memory()
     depths, budget = (QUICK_DEPTHS, 1.0) if quick else (DEPTHS, 4.0)
     cases = [("step", block, n) for block in SHAPES for n in depths]
     if not quick:

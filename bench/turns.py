@@ -1,5 +1,6 @@
 """Timing in turns: whatever else the machine does slows all providers down, and a ratio is that of one round."""
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -37,11 +38,22 @@ def take_turns(
     return times
 
 
+def keep_freed_memory() -> None:
+    """From now on the C library gives none back to the system: it would be cleared page by page when it is asked for
+    again, at a cost that depends on what happens to lie above it. A long training run has come to the same by itself,
+    mostly."""
+    trim_threshold, mmap_threshold = -1, -3  # glibc's malloc.h
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(mmap_threshold, 2**25)  # the most that it takes
+
+
 def one_thread() -> Callable[[], float]:
     """From now on. And a clock for it: where all is computed by the processor, its own time, which does not run while
     others use it."""
     torch.set_num_threads(1)
-    torch.empty(2**25 - 2**16, dtype=torch.uint8)  # as in step.py
+    keep_freed_memory()
     return time.process_time if DEVICE.type == "cpu" else time.perf_counter
 
 

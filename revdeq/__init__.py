@@ -31,6 +31,7 @@ __all__ = [
     "kernels",
     "models",
     "solve",
+    "train",
     "training",
     "tune",
     "verify",
@@ -43,6 +44,8 @@ _LAZY = ("baselines", "models", "training")
 def __getattr__(name: str) -> _Any:
     if name in _LAZY:
         return _importlib.import_module(f".{name}", __name__)
+    if name == "train":
+        return _importlib.import_module(".training", __name__).train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

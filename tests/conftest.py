@@ -1,7 +1,9 @@
 import importlib
 import importlib.util
 import os
+import random
 import sys
+import time
 from types import ModuleType
 
 import pytest
@@ -86,6 +88,34 @@ SLOWLY_SIMULATED = {
 """Left out by default (`pytest -m full`): together the others take half a minute."""
 
 
+SAMPLE = "REVDEQ_SAMPLE"
+"""The environment variable with the seed by which cases of the emulator are drawn: the day, unless it is set."""
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--sample",
+        type=int,
+        default=10,
+        help="how many of the emulator's cases that are left out by default are run nevertheless, drawn at random",
+    )
+
+
+def pytest_configure(config):
+    os.environ.setdefault(SAMPLE, time.strftime("%Y%m%d"))  # for processes that collect after midnight as well
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Draws the sample, where what takes long is left out. A case that is named on the command line is always in it."""
+    if config.option.markexpr != "not full":
+        return
+    further = [x for x in items if x.path.name == "test_emulated_kernels.py" and x.get_closest_marker("full")]
+    for item in random.Random(int(os.environ[SAMPLE])).sample(further, min(config.option.sample, len(further))):
+        for node in item.listchain():
+            node.own_markers = [mark for mark in node.own_markers if mark.name != "full"]
+
+
 NO_FAKE_GPU: str | None = None
 try:  # now: devices must be known before the first backward pass of the process
     importlib.import_module("fake_gpu")
@@ -119,8 +149,13 @@ def simulated(request):
     settle()
 
 
-def pytest_terminal_summary(terminalreporter):
-    """What the kernels cost on an H100, where they were compiled for one."""
+def pytest_terminal_summary(terminalreporter, config):
+    """What was drawn at random, and what the kernels cost on an H100, where they were compiled for one."""
+    emulated = any("test_emulated" in getattr(x, "nodeid", "") for xs in terminalreporter.stats.values() for x in xs)
+    if emulated and config.option.sample and config.option.markexpr == "not full":
+        terminalreporter.write_line(
+            f"further cases of the emulator: {config.option.sample}, {SAMPLE}={os.environ[SAMPLE]}"
+        )
     budgets = sys.modules.get("budgets")
     if lines := budgets.summary("sm_90") if budgets else []:
         terminalreporter.section("kernels on an H100 (sm_90), per element of a full block, from their machine code")

@@ -9,7 +9,7 @@ import pytest
 import run
 import torch
 from compare import verdict
-from readme import RESULTS, Numbers, filled, least, markdown, over, time_to
+from readme import RESULTS, Numbers, filled, least, markdown, over, predicted, time_to
 from table import Row, Table, percentiles, read, write
 from turns import ratio, take_turns
 
@@ -139,6 +139,29 @@ def test_numbers_are_filled_in_between_their_marks():
     assert markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
     with pytest.raises(SystemExit, match="asks for the numbers 'nothing'"):
         filled(text.replace("machine", "nothing"), Numbers())
+
+
+def test_a_prediction_is_the_longest_of_its_limits(tmp_path):
+    predict = pytest.importorskip("predict", reason="Triton is not installed", exc_type=ImportError)
+    gpu = predict.Gpu("sm_86", bandwidth=24e9, multiprocessors=10, clock=1e9)
+    work = predict.Work(moved=24, issued=128, arithmetic=3, conversions=2, integers=16)
+    expected = {"bandwidth": 1e-9, "issue": 1e-10, "float64": 2.5e-10, "integers": 2.5e-11}
+    assert predict.seconds(work, gpu) == pytest.approx(expected)
+    assert {g.target for g in predict.GPUS.values()} == predict.RATES.keys()
+    slow = {"relax": (8e-9, 2e-9), "relax_norms": (1e-9, 1e-9), "invert_adjoint": (4e-9, 2e-9)}
+    rows = []
+    for kernel, states in slow.items():
+        for prefix, seconds in zip(("", "exact "), states, strict=True):
+            for limit in predict.LIMITS:
+                value = 4 * {"float64": seconds, "bandwidth": 1e-9}.get(limit, 0.0)
+                name, quantity = f"predicted {prefix}{kernel}", f"predicted seconds by {limit}"
+                rows.append(row(value, value, value, benchmark=name, provider="G", size=4, quantity=quantity))
+    write(tmp_path / "results.csv", rows)
+    (tmp_path / "machine.json").write_text("{}")
+    (line,) = predicted(Numbers(tmp_path)).splitlines()[2:]
+    float64 = "8000.0 (float64: 12%) | 1000.0 | 4000.0 (float64: 25%)"
+    exact = "2000.0 (float64: 50%) | 1000.0 | 2000.0 (float64: 50%)"
+    assert line == f"| G | {float64} | {exact} | exact, 3.0x |"
 
 
 def test_rows_of_benchmarks_that_no_longer_exist_are_dropped(tmp_path):

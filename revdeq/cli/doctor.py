@@ -6,6 +6,7 @@ Whatever is missing or broken is a finding, never a crash. A finding that makes 
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import math
@@ -38,6 +39,9 @@ MIXED = {"float64": Coefficients.rounded(0.8, 1.3), "exact": Radix.nearest(0.8, 
 """A step of each state, as the solver rounds it, without and with a gamma."""
 GRADIENT_ERROR = 2 * 16 * 2.0**-24
 """float32 rounds each of the 32 products that a gradient sums up at N = 16, and some cancel."""
+
+ENOUGH = 0.8
+"""Of a copy's bandwidth. What is below is named."""
 
 
 @dataclass(frozen=True)
@@ -302,29 +306,42 @@ def gradient_error(device: torch.device, beta: float, max_steps: int, state: str
 
 
 def bandwidth(device: torch.device) -> Finding:
-    """What the half-steps move per second, against a copy of as many bytes. Zeros, which stay zeros."""
+    """What each half-step moves per second, against a copy of as many bytes. Zeros, which stay zeros."""
     n = 2**22 if device.type == "cpu" else 2**25
-    f, copy, adjoint, vjp = (torch.zeros(n, device=device) for _ in range(4))
-    step, radix = STEPS["float64"], Radix.nearest(0.8, 24)
-    float64 = kernels.half_step_for(device)(torch.zeros(n, dtype=torch.float64, device=device), copy)
-    integers = kernels.half_step_for(device, "exact")(torch.zeros(n, dtype=torch.int64, device=device), copy, [radix])
+    f, initial, copy, adjoint, vjp = (torch.zeros(n, device=device) for _ in range(5))
+    floor = torch.ones((), device=device)
     source, target = (torch.zeros(3 * n, device=device) for _ in range(2))
+    moved: dict[str, float] = {"copy": 24}  # bytes per element: reads and writes
+    runs: dict[str, Callable[[], Any]] = {"copy": lambda: target.copy_(source)}
+    for state, dtype in (("float64", torch.float64), ("exact", torch.int64)):
+        step: Any = STEPS[state]
+        zeros, settings = torch.zeros(n, dtype=dtype, device=device), ([step],) if state == "exact" else ()
+        bound = kernels.half_step_for(device, state)(zeros, copy, *settings)
+        back = adjoint, vjp, None, step, step
+        operations: dict[str, tuple[float, tuple[Any, ...]]] = {  # the sums are small
+            "relax": (24, (f, None, step)),
+            "relax_norms": (24, (f, None, step)),
+            "invert": (24, (f, step)),
+            "invert_adjoint": (36, (f, *back)),
+            "invert_compare": (28, (f, initial, floor, *back)),
+        }
 
-    def there_and_back() -> None:
-        integers.relax(f, None, radix)
-        integers.invert_adjoint(f, adjoint, vjp, None, radix, radix)
+        def run(name: str, arguments: tuple[Any, ...], bound: Any = bound) -> None:
+            bound.done = 1 if name.startswith("invert") else 0  # of the steps of the exact state
+            getattr(bound, name)(*arguments)
 
-    work: dict[str, tuple[int, Callable[[], Any]]] = {  # bytes per element: reads and writes
-        "copy": (24, lambda: target.copy_(source)),
-        "relax": (24, lambda: float64.relax(f, None, step)),
-        "invert_adjoint": (36, lambda: float64.invert_adjoint(f, adjoint, vjp, None, step, step)),
-        "exact": (24 + 36, there_and_back),
-    }
-    times = take_turns({name: call for name, (_, call) in work.items()}, device)
-    rates = {name: n * size / times[name] for name, (size, _) in work.items()}
-    ratios = ", ".join(f"{name} {rate / rates['copy']:.2f}x" for name, rate in rates.items() if name != "copy")
-    text = f"a copy moves {rates['copy'] / 1e9:.1f} GB/s; {ratios}"
-    return Finding(text, numbers={"bytes_per_second": rates})
+        for name, (size, arguments) in operations.items():
+            moved[f"{state} {name}"] = size
+            runs[f"{state} {name}"] = functools.partial(run, name, arguments)
+    times = take_turns(runs, device)
+    rates = {name: n * size / times[name] for name, size in moved.items()}
+    shares = {name: rate / rates["copy"] for name, rate in rates.items() if name != "copy"}
+    text = f"a copy moves {rates['copy'] / 1e9:.1f} GB/s; the half-steps, over that: " + ", ".join(
+        f"{name} {share:.2f}" for name, share in shares.items()
+    )
+    slow = [name for name, share in shares.items() if share < ENOUGH]
+    text += f"; below {ENOUGH}: {', '.join(slow) or 'none'}"
+    return Finding(text, numbers={"bytes_per_second": rates, "below": slow})
 
 
 def take_turns(runs: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:

@@ -46,7 +46,11 @@ def test_a_healthy_machine_is_ready():
     assert found["cpu bits"]["text"].startswith("bit-equal")
     assert 0 < max(found["cpu gradient"]["numbers"].values()) <= doctor.GRADIENT_ERROR
     rates = found["cpu bandwidth"]["numbers"]["bytes_per_second"]
-    assert rates.keys() == {"copy", "relax", "invert_adjoint", "exact"} and min(rates.values()) > 0
+    operations = ("relax", "relax_norms", "invert", "invert_adjoint", "invert_compare")
+    assert rates.keys() == {"copy", *(f"{state} {name}" for state in ("float64", "exact") for name in operations)}
+    assert min(rates.values()) > 0
+    slow = [name for name, rate in rates.items() if rate < 0.8 * rates["copy"]]
+    assert found["cpu bandwidth"]["numbers"]["below"] == slow
 
 
 def test_the_same_for_people(monkeypatch, capsys):

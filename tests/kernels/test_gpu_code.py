@@ -112,6 +112,18 @@ def test_no_beta_and_no_gamma_compiles_anything_after_the_first(monkeypatch, lau
     assert len(compilations) == 10
 
 
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_a_loop_is_counted_as_often_as_it_is_run(target):
+    """16 rows of two elements, each with its loads and stores, whatever the compiler has unrolled of them."""
+    with compiling(TARGETS[target]) as compiled:
+        exact_state("relax_norms")
+    budget = BUDGETS["exact relax_norms"]
+    passes = budget.rows // budget.rows_in(machine_code.statistics(compiled[0]))
+    once, all_of_them = (machine_code.executed(compiled[0], n) for n in (1, passes))
+    assert sum(it.access == ("load", 16) for it in all_of_them) == budget.rows
+    assert len(once) < len(all_of_them) < passes * len(once) or passes == 1
+
+
 def test_a_chunk_begins_at_a_64_bit_offset():
     """So that there may be more than 2^31 elements."""
     with compiling(TARGETS["sm_90"]) as compiled:

@@ -42,6 +42,19 @@ class Instruction:
         return bool(re.match(r"D(ADD|MUL|FMA|SETP|MNMX)|[A-Z0-9]+\.(.*\.)?F64|MUFU\.\w+64|v_\w*f64", self.opcode))
 
     @property
+    def conversion(self):
+        """From or to a type of 64 bits, which some GPUs do slowly."""
+        return bool(re.match(r"(F2F|F2I|I2F)\S*64|v_cvt\w*f64", self.opcode))
+
+    @property
+    def integer(self):
+        """What NVIDIA's integer units execute, of which there are fewer than instructions issued: whatever is neither
+        floating-point arithmetic, nor an integer multiplication, nor an access."""
+        return bool(
+            re.match(r"(IADD|ISETP|IMNMX|IABS|LOP|SHF|SEL|LEA|PRMT|VI|FSETP|FSEL|FMNMX|I2FP|BMSK|SGXT)", self.opcode)
+        )
+
+    @property
     def fused(self):
         """Multiply-adds of floats: AMD may write two in one instruction."""
         halves = f"{self.opcode} {self.operands}".split(" :: ")
@@ -109,13 +122,14 @@ def successors(index, places, code):
 
 
 def full_block(places, code):
-    """The instructions that a thread executes in a full block: the cheapest way, by accesses and then by length."""
+    """The places of the instructions that a thread executes in a full block: the cheapest way, by accesses and then by
+    length."""
     queue, done = [((0, 0), 0, False, None)], set()
     while queue:
         cost, index, wide, way = heapq.heappop(queue)
         if index == END:
             if wide:
-                return [code[i] for i in _unrolled(way)]
+                return _unrolled(way)
             continue
         if (index, wide) in done:
             continue
@@ -134,6 +148,20 @@ def _unrolled(way):
         index, way = way
         indices.append(index)
     return indices[::-1]
+
+
+def executed(kernel, passes):
+    """What a thread executes in a full block that goes through its loop so many times, if it has one."""
+    places, code = disassembled(text_of(kernel))
+    way = full_block(places, code)
+    back = [(there, i) for i in range(len(code)) for there in successors(i, places, code) if there in way and there < i]
+    if back:  # it may leave its loop before the jump back
+        ((begin, end),) = back
+        loop = [i for i in way if begin <= i <= end]
+        way = [i for i in way if i < begin] + passes * loop + [i for i in way if i > end]
+    elif passes != 1:
+        raise ValueError(f"no loop to go through {passes} times")
+    return [code[i] for i in way]
 
 
 @dataclass(frozen=True)
@@ -176,7 +204,7 @@ def _in_words(value):
 def statistics(kernel):
     text = text_of(kernel)
     places, code = disassembled(text)
-    path = full_block(places, code)
+    path = [code[i] for i in full_block(places, code)]
     accesses = [(it.access, it.guarded) for it in path if it.access]
     registers, spilled = (_amd_resources if "amdgcn" in kernel.asm else _nvidia_resources)(text, code)
     return Statistics(

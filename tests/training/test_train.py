@@ -146,8 +146,8 @@ def crash_in_update(monkeypatch, at):
 def crash_in_evaluation(monkeypatch, at):
     row = train.Run._row
 
-    def evaluating(run, scored):
-        made = row(run, scored)
+    def evaluating(run, losses, scored):
+        made = row(run, losses, scored)
         return _raise() if scored and run.update >= at else made
 
     monkeypatch.setattr(train.Run, "_row", evaluating)
@@ -300,13 +300,14 @@ def test_a_killed_process_goes_on_bit_for_bit(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_processes_train_as_one_does(name, folder, tmp_path):
-    """With the same batch, half of it each. Dropout is off: each process draws masks of its own."""
-    changes = {"dropout": 0.0} if name == "wikitext2-tiny" else {}
+    """With the same batch, half of it each, in two parts, and the same number of steps, drawn for each update. Dropout
+    is off: each process draws masks of its own."""
+    changes = {"dropout": 0.0, "max_steps": (1, 6)} if name == "wikitext2-tiny" else {}
     settings = {**SETTINGS[name], **changes, "lr": 0.003}
     one = train.train(configured(name, settings), folder, tmp_path / "one", quiet=True)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "revdeq")
     arguments = ["--data", folder, "--out", tmp_path / "two", "--device", "cpu"]
-    child = process("train", name, *arguments, *assignments(settings), launcher=torchrun)
+    child = process("train", name, *arguments, *assignments({**settings, "accumulate": 2}), launcher=torchrun)
     out, errors = child.communicate()
     assert child.returncode == 0, errors
     assert out.count(" parameters, ") == 1  # the first process speaks for both

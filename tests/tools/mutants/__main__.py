@@ -1,22 +1,29 @@
 """Puts one bug after the other into a copy of the repository and runs the tests there.
 
     python tests/tools/mutants [name ...]      all bugs, or those whose name contains one of these words
+    python tests/tools/mutants --every-suite   goes on after the first suite that notices
 
-Prints which tests notice each, and fails if one goes unnoticed.
+Writes which test notices each to results.md beside this file, and fails if one goes unnoticed. A run that was
+interrupted goes on where it was, unless kernels, tests or bugs have changed since.
 """
 
 import argparse
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from bugs import BUGS, Bug
 
 REPOSITORY = Path(__file__).parents[3]
+RESULTS = Path(__file__).parent / "results.md"
+UNNOTICED = "nothing"
 
 INTERPRETED = {
     "kernels/gpu.py": ["tests/kernels/test_kernels.py", "-k", "triton and (every_pair or every_beta)"],
@@ -25,12 +32,61 @@ INTERPRETED = {
 
 
 def suites(file: str) -> dict[str, list[str]]:
-    """What may notice a bug in this file: the tests of bits, not of layouts, and budgets on one GPU."""
+    """What may notice a bug in this file: the tests of bits, not of layouts, and budgets on one GPU; or those of
+    launches. Those that tell soonest come first."""
+    if file == "kernels/launch.py":
+        return {"launches": ["tests/kernels/test_launch.py"]}
     return {
-        "interpreter": INTERPRETED[file],
-        "emulator": ["tests/kernels/test_emulated_kernels.py"],
+        "emulator": ["tests/kernels/test_emulated_kernels.py", "--sample", "0"],
         "budgets": ["tests/kernels/test_gpu_code.py", "-k", "sm_90 or not (sm_ or gfx)"],
+        "interpreter": INTERPRETED.get(file, []),
     }
+
+
+@dataclass(frozen=True)
+class Noticed:
+    """by: the suites and their tests, as they are written in the table."""
+
+    name: str
+    file: str
+    by: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"| {self.name} | {self.file} | {self.by} | {self.seconds:.0f} |"
+
+
+def fingerprint() -> str:
+    """Of whatever decides about the results."""
+    names = (
+        "kernels/*.py",
+        "tests/conftest.py",
+        "tests/kernels/*.py",
+        "tests/solver/test_exact.py",
+        "tests/tools/**/*.py",
+    )
+    paths = sorted({path for name in names for path in REPOSITORY.glob(name)})
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
+
+
+def write(results: dict[str, Noticed]) -> None:
+    rows = [results[bug.name] for bug in BUGS if bug.name in results]
+    unnoticed = sum(row.by == UNNOTICED for row in rows)
+    seconds = sum(row.seconds for row in rows)
+    RESULTS.write_text(
+        f"# {len(rows)} of {len(BUGS)} mutants, {unnoticed} unnoticed, {seconds / 60:.0f} minutes\n\n"
+        f"Written by `make mutants`, of kernels and tests with the fingerprint {fingerprint()}.\n\n"
+        "| bug | file | noticed by | seconds |\n| --- | --- | --- | --- |\n" + "".join(f"{row}\n" for row in rows)
+    )
+
+
+def earlier() -> dict[str, Noticed]:
+    """The results of a run on the same files, by name."""
+    text = RESULTS.read_text() if RESULTS.exists() else ""
+    if fingerprint() not in text:
+        return {}
+    rows = re.findall(r"^\| (.+?) \| (kernels\S+) \| (.+) \| (\d+) \|$", text, re.MULTILINE)
+    return {name: Noticed(name, file, by, float(seconds)) for name, file, by, seconds in rows}
 
 
 def copy_repository(to: Path) -> None:
@@ -42,19 +98,18 @@ def copy_repository(to: Path) -> None:
     shutil.copy(REPOSITORY / "pyproject.toml", to)
 
 
-def apply(bug: Bug, to: Path) -> None:
-    path = to / "package/revdeq" / bug.file
-    text = path.read_text()
+def mutated(bug: Bug, text: str) -> str:
+    """The text of its file with the bug."""
     for old, new in bug.edits:
         if text.count(old) != 1:
             raise SystemExit(f"{bug.name}: expected once in {bug.file}, but found {text.count(old)} times:\n{old}")
         text = text.replace(old, new)
-    path.write_text(text)
+    return text
 
 
 def first_failure(arguments: list[str], where: Path) -> str | None:
     """The name of the first test that fails, or None."""
-    environment = {**os.environ, "PYTHONPATH": str(where / "package")}
+    environment = {**os.environ, "PYTHONPATH": str(where / "package"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *arguments]
     result = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True)
     if result.returncode == 0:
@@ -66,24 +121,27 @@ def first_failure(arguments: list[str], where: Path) -> str | None:
     raise SystemExit(f"{' '.join(command)} did not run:\n{result.stdout}{result.stderr}")
 
 
-def notice(bug: Bug) -> dict[str, str | None]:
-    """By suite, which test notices the bug."""
+def notice(bug: Bug, every_suite: bool) -> Noticed:
+    """Which test notices the bug, of the first suite that does or of every one."""
+    start, by = time.perf_counter(), []
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         copy_repository(where)
-        apply(bug, where)
-        return {suite: first_failure(arguments, where) for suite, arguments in suites(bug.file).items()}
+        path = where / "package/revdeq" / bug.file
+        path.write_text(mutated(bug, path.read_text()))
+        for suite, arguments in suites(bug.file).items():
+            if arguments and (every_suite or not by) and (test := first_failure(arguments, where)):
+                by.append(f"{suite}: {test}")
+    return Noticed(bug.name, bug.file, "; ".join(by) or UNNOTICED, time.perf_counter() - start)
 
 
 def check_without_bugs(bugs: list[Bug]) -> None:
     """Every bug can be applied, and the tests pass without any."""
     for bug in bugs:
-        with tempfile.TemporaryDirectory() as folder:
-            copy_repository(Path(folder))
-            apply(bug, Path(folder))
+        mutated(bug, (REPOSITORY / bug.file).read_text())
     with tempfile.TemporaryDirectory() as folder:
         copy_repository(Path(folder))
-        for arguments in {tuple(x) for bug in bugs for x in suites(bug.file).values()}:
+        for arguments in {tuple(x) for bug in bugs for x in suites(bug.file).values() if x}:
             if failure := first_failure([*arguments], Path(folder)):
                 raise SystemExit(f"{failure} fails without any bug")
 
@@ -91,22 +149,19 @@ def check_without_bugs(bugs: list[Bug]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
-    names = parser.parse_args().names
-    bugs = [bug for bug in BUGS if not names or any(name in bug.name for name in names)]
+    parser.add_argument("--every-suite", action="store_true")
+    arguments = parser.parse_args()
+    bugs = [bug for bug in BUGS if not arguments.names or any(name in bug.name for name in arguments.names)]
     if not bugs:
-        parser.error(f"no bug is called like {names}: {', '.join(bug.name for bug in BUGS)}")
-    check_without_bugs(bugs)
-    print(f"{'bug':<42} {'file':<22} {'interpreter':<12} {'emulator':<12} {'budgets':<12}", flush=True)
-    unnoticed = []
-    for bug in bugs:
-        noticed = notice(bug)
-        verdicts = "".join(f" {'caught' if test else '-':<12}" for test in noticed.values())
-        print(f"{bug.name:<42} {bug.file:<22}{verdicts}", flush=True)
-        for suite, test in noticed.items():
-            if test:
-                print(f"    {suite}: {test}", flush=True)
-        if not any(noticed.values()):
-            unnoticed.append(bug.name)
+        parser.error(f"no bug is called like {arguments.names}: {', '.join(bug.name for bug in BUGS)}")
+    results = earlier()
+    left = bugs if arguments.names else [bug for bug in bugs if bug.name not in results]
+    check_without_bugs(left)
+    for bug in left:
+        results[bug.name] = notice(bug, arguments.every_suite)
+        print(results[bug.name], flush=True)
+        write(results)
+    unnoticed = [bug.name for bug in bugs if results[bug.name].by == UNNOTICED]
     if unnoticed:
         print(f"\n{len(unnoticed)} of {len(bugs)} go unnoticed: {', '.join(unnoticed)}")
         return 1
