@@ -216,7 +216,7 @@ def measure_residuals(given, block, add, quick, clock):
                 needed[name, label] = k
     solvers = given.solvers()
     runs = {key: functools.partial(solvers[key[0]], k) for key, k in needed.items()}
-    times = take_turns(runs, 1.0 if quick else 3.0, least=1e-4, rounds=(3, 15), clock=clock)
+    times = take_turns(runs, 1.0 if quick else 2.0, least=1e-4, rounds=(3, 15), clock=clock)
     for (name, label), k in needed.items():
         add(f"residual {label}, {block}", name, k, "seconds", times[name, label])
         if not quick:

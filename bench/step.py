@@ -85,6 +85,8 @@ SOLVERS = {
     "torchdeq Anderson, IFT, 30 iterations": with_torchdeq("anderson", iterations=30, ift=True),
 }
 ONLY_AT = {
+    "stored graph": (1, 2, 4, 8, 16, 64),
+    "checkpoint": (1, 2, 4, 8, 16, 64),
     "torchdeq Anderson, IFT": (1, 4, 8, 16, 64),
     "torchdeq Broyden, IFT": (1, 4, 8, 16),
     "torchdeq Anderson, phantom": (1, 4, 8, 16),
