@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test demo bench gpu lint docs mutants clean
+.PHONY: test demo bench gpu lint docs mutants dist clean
 
 # Two processes of one thread each: threads that wait for each other spin, and would slow both down.
 test: .venv/installed
@@ -24,6 +24,8 @@ lint: .venv/installed
 	rm -rf .venv/types && mkdir -p .venv/types/revdeq
 	ln -s $(CURDIR)/revdeq/* .venv/types/revdeq && ln -s $(CURDIR)/kernels .venv/types/revdeq/kernels
 	cd .venv/types && ../bin/mypy --config-file $(CURDIR)/pyproject.toml -p revdeq
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --offline --quiet .github/workflows
 
 docs: .venv/installed
 	$(BIN)/python docs/make_api.py
@@ -33,10 +35,14 @@ mutants: .venv/installed
 	$(BIN)/python tests/tools/mutants
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --sample 300 tests/kernels/test_emulated_kernels.py
 
+dist: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine
+	rm -rf dist && $(BIN)/python -m build && $(BIN)/python -m twine check --strict dist/*
+
 .venv/installed: setup.py pyproject.toml .ci/constraints.txt kernels/common.h kernels/cpu.c kernels/cpu_exact.c
 	@echo "Setting up .venv (torch is large: this takes a minute or two) ..."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[demo,train,test,torchdeq,lint]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[demo,train,hub,tensorboard,test,torchdeq,lint]'
 	touch $@
 
 clean:

@@ -8,22 +8,31 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command import editable_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError
 
 ROOT = Path(__file__).parent
 SOURCES = ["kernels/cpu.c", "kernels/cpu_exact.c"]
+# `pip install -e .` puts this folder on the path. A finder, which is setuptools' other way, comes after the current
+# folder: in the one that holds the clone, `import revdeq` would find the clone itself, as an empty namespace.
+EDITABLE = {"mode": "compat"} if hasattr(getattr(editable_wheel, "_EditableMode", None), "COMPAT") else {}
 PACKAGES = ("_solver", "cli", "examples", "models", "training", "training.data")
+
+
+def remove_libraries(folder):
+    """What an earlier build left would be used if this one fails, or be found before what it builds."""
+    for library in (*folder.glob("_cpu.*so"), *folder.glob("_cpu.*pyd")):
+        library.unlink()
 
 
 class BuildKernel(build_ext):
     """The C kernel is a plain shared library, not a Python module: ctypes loads it."""
 
     def build_extension(self, ext):
-        # What an earlier build left would be installed if this one fails.
-        Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+        remove_libraries(Path(self.get_ext_fullpath(ext.name)).parent)
         if self.compiler.compiler_type == "msvc":
-            ext.extra_compile_args = ["/O2", "/fp:precise"]
+            ext.extra_compile_args = ["/std:c11", "/O2", "/fp:precise"]  # _Pragma is of C11
             super().build_extension(ext)
             return
         # Contraction into multiply-adds would change the bits.
@@ -47,6 +56,10 @@ class BuildKernel(build_ext):
             except (CCompilerError, CompileError):
                 if openmp == attempts[-1]:
                     raise
+
+    def copy_extensions_to_source(self):
+        remove_libraries(ROOT / "kernels")
+        super().copy_extensions_to_source()
 
     def get_export_symbols(self, ext):
         return ext.export_symbols
@@ -80,13 +93,19 @@ setup(
         "demo": ["matplotlib", "scikit-learn", "tqdm"],
         "test": ["hypothesis", "numpy", "pytest", "pytest-benchmark", "pytest-xdist"],
         "torchdeq": ["torchdeq"],
-        "train": ["matplotlib", "numpy", "tiktoken", "tqdm"],
-        "lint": ["mypy", "ruff"],
+        "train": ["matplotlib", "numpy", "pillow", "tiktoken", "tqdm"],
+        "hub": ["huggingface_hub", "safetensors"],
+        "tensorboard": ["tensorboard"],
+        "lint": ["check-jsonschema", "mypy", "ruff", "zizmor"],
     },
     packages=["revdeq", "revdeq.kernels", *(f"revdeq.{name}" for name in PACKAGES)],
     package_dir={"revdeq": "revdeq", "revdeq.kernels": "kernels"},
-    package_data={"revdeq": ["py.typed"], "revdeq.kernels": ["*.c", "*.h"]},
-    ext_modules=[Extension("revdeq.kernels._cpu", SOURCES, depends=["kernels/common.h"], optional=True)],
+    package_data={"revdeq": ["py.typed"], "revdeq.examples": ["*.ipynb"], "revdeq.kernels": ["*.c", "*.h"]},
+    # It calls nothing of Python's, so one library, and one wheel, is for all versions.
+    ext_modules=[
+        Extension("revdeq.kernels._cpu", SOURCES, depends=["kernels/common.h"], optional=True, py_limited_api=True)
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp310"}, "editable_wheel": EDITABLE},
     cmdclass={"build_ext": BuildKernel},
     zip_safe=False,
 )

@@ -3,6 +3,7 @@ tables and plots.
 
     python bench/evidence.py DIR --jobs 2              # all studies, until they are done, two trainings at a time
     python bench/evidence.py DIR --study language --updates 3000 --seeds 1 --minutes 60
+    python bench/evidence.py DIR --equal-time          # once more with the time, not the updates, the same for all
     python bench/evidence.py --study prefix            # puzzles need no data
     python bench/evidence.py --report                  # tables and plots of the rows there are, and what is missing
 
@@ -14,7 +15,8 @@ states    the same training with the float64 state, the exact state and the stor
 prefix    prefix sums: strings that are solved against their length and the number of steps
 maze      mazes: those that are solved against their size and the number of steps
 
-A study with several learning rates trains every variant with each of them, and the other seeds with the best one.
+A study with several learning rates trains every variant with each of them, and the other seeds and other budgets with
+the best one.
 Every training is a command of its own, which the table of rows holds. What was interrupted, or ran out of --minutes,
 goes on where it was when this is called again.
 """
@@ -55,6 +57,7 @@ ROW = (
 CURVE = ("run", "update", "loss", "evaluation_loss", "metric", "seconds")
 MEMORY = ("study", "solver", "max_steps", "bytes")
 PROBE = ("run", "size", "max_steps", "solved")
+SPEED = ("study", "label", "seconds")
 Changes = dict[str, Any]
 
 
@@ -64,6 +67,7 @@ class Study(NamedTuple):
     variants: labels, each with the settings that make it.
     rates: learning rates to choose from; none: that of the preset.
     seeds: at most so many.
+    clock: the variant whose training all others get the time of, with --equal-time.
     size, sizes, depths: of puzzles, the setting for their size, and the sizes and numbers of steps to evaluate at.
     """
 
@@ -73,6 +77,7 @@ class Study(NamedTuple):
     variants: Callable[[], Iterator[tuple[str, Changes]]]
     rates: tuple[float, ...] = ()
     seeds: int = 3
+    clock: str = ""
     size: str = ""
     sizes: tuple[int, ...] = ()
     depths: tuple[int, ...] = ()
@@ -156,8 +161,12 @@ STUDIES = {
         {"batch": 16, "vocabulary": 4096, "evaluation_batches": 64, "evaluate_every": 250},
         language_variants,
         rates=(3e-3, 6e-3, 1.2e-2),
+        clock="reversible, 8 evaluations",
     ),
-    "image": Study("cifar10-tiny", 312, {"evaluate_every": 156}, image_variants, rates=(3e-3, 6e-3, 1.2e-2)),
+    "image": Study(
+        "cifar10-tiny", 312, {"evaluate_every": 156}, image_variants,
+        rates=(3e-3, 6e-3, 1.2e-2), clock="reversible, 3 evaluations per scale",
+    ),
     "states": Study("cifar10-tiny", 390, {"evaluate_every": 390, "log_every": 1}, state_variants, seeds=1),
     "prefix": Study(
         "prefix-tiny", PRESETS["prefix-tiny"].training.updates, {}, prefix_variants,
@@ -223,19 +232,33 @@ class Task(NamedTuple):
 
 def tasks(names, seeds, updates, rows):
     """What is to be trained, in the order of its importance: seeds outside, so that every variant has been trained as
-    often as the others when time runs out. The learning rate of other seeds is known when all have been tried."""
+    often as the others when time runs out. The learning rate of other seeds and of other budgets is known when all have
+    been tried.
+
+    updates: by study and label, where they are not those of the study.
+    """
     for seed in range(seeds):
         for name in names:
             study = STUDIES[name]
             for label, changes in variants(name):
-                known = Task(name, label, changes, 0, seed, updates or study.updates)
+                known = Task(name, label, changes, 0, seed, study.updates)
                 rates = study.rates or (PRESETS[study.preset].training.lr,)
+                asked = updates.get((name, label), study.updates)
                 if seed >= study.seeds:
                     continue
-                if seed == 0:
+                if seed == 0 and asked == study.updates:
                     yield from (known._replace(lr=lr) for lr in rates)
                 elif (lr := best_rate(known, rates, rows)) is not None:
-                    yield known._replace(lr=lr)
+                    yield known._replace(lr=lr, updates=asked)
+
+
+def equal_time(name, speeds):
+    """Updates of each variant in the time that the study's updates take its clock."""
+    study = STUDIES[name]
+    seconds = {row["label"]: float(row["seconds"]) for row in speeds if row["study"] == name}
+    if study.clock not in seconds:
+        return {}
+    return {(name, label): round(study.updates * seconds[study.clock] / each) for label, each in seconds.items()}
 
 
 def best_rate(task, rates, rows):
@@ -310,11 +333,35 @@ def memory(name):
         batch = data.batch(torch.arange(preset.training.batch), torch.Generator().manual_seed(0))
 
         def update(model=model, batch=batch):
-            loss = train.cross_entropy(model(batch.inputs), batch.targets)
+            loss = train.loss_of(model(batch.inputs), batch.targets)
             torch.autograd.grad(loss, list(model.parameters()))
 
         update()  # what is allocated once only
         yield {"study": name, "solver": solver, "max_steps": depth, "bytes": peak_memory(update)}
+
+
+def speeds(name, folder, rounds=12):
+    """Seconds of an update of each variant: the fastest, in turns, because other programs run beside it."""
+    study, updates = STUDIES[name], {}
+    for label, changes in variants(name):
+        preset = PRESETS[study.preset].changed({**study.settings, **changes})
+        data = load(preset.data, folder, preset.settings)
+        model = preset.build(**data.shapes)
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch = data.batch(torch.arange(preset.training.batch), torch.Generator().manual_seed(0))
+
+        def update(model=model, optimizer=optimizer, batch=batch):
+            optimizer.zero_grad()
+            train.cross_entropy(model(batch.inputs), batch.targets).backward()
+            optimizer.step()
+
+        updates[label] = update
+    fastest = dict.fromkeys(updates, float("inf"))
+    for _, (label, update) in itertools.product(range(rounds), updates.items()):
+        begin = time.perf_counter()
+        update()
+        fastest[label] = min(fastest[label], time.perf_counter() - begin)
+    return [{"study": name, "label": label, "seconds": f"{each:.4g}"} for label, each in fastest.items()]
 
 
 def append(path, columns, rows):
@@ -336,7 +383,9 @@ def main():
     parser.add_argument("--study", choices=STUDIES, action="append", help="one or more (default: all)")
     parser.add_argument("--label", action="append", help="only variants whose label begins like this")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--updates", type=int, help="of each training (default: what the study says)")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--updates", type=int, help="of each training (default: what the study says)")
+    budget.add_argument("--equal-time", action="store_true", help="as many updates as the same time allows")
     parser.add_argument("--minutes", type=float, help="stop after so long; the next call goes on from there")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time, which share the cores")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "evidence", help="default: %(default)s")
@@ -370,11 +419,20 @@ def main():
             append(arguments.results / "probes.csv", PROBE, probes)
             append(arguments.results / "runs.csv", ROW, [row])  # last: a row means that all of the run is there
 
+    updates = {}
+    for name in names:
+        if arguments.updates is not None:
+            updates |= {(name, label): arguments.updates for label, _ in variants(name)}
+        elif arguments.equal_time and STUDIES[name].clock:
+            path = arguments.results / "speeds.csv"
+            if not equal_time(name, table(path)):
+                append(path, SPEED, speeds(name, arguments.data))
+            updates |= equal_time(name, table(path))
     while True:
         rows = table(arguments.results / "runs.csv")
         todo = [
             task
-            for task in tasks(names, arguments.seeds, arguments.updates, rows)
+            for task in tasks(names, arguments.seeds, updates, rows)
             if not any(task.key.items() <= row.items() for row in rows)
             and (not arguments.label or task.label.startswith(tuple(arguments.label)))
         ]

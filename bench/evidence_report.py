@@ -3,9 +3,12 @@
 import collections
 import json
 import statistics
+import textwrap
 
-from evidence import EDITION, STUDIES, Task, table, variants
+from evidence import EDITION, STUDIES, Task, equal_time, table, variants
 
+COLOURS = [f"C{i}" for i in range(10)] + ["black", "gold", "navy", "lime", "magenta", "teal"]
+MARKERS = "os^vDP*X"
 MADE = "<!-- From here on made of runs.csv by python bench/evidence.py --report -->"
 
 
@@ -70,7 +73,8 @@ def begun(runs):
 
 
 def report(results, runs=None):
-    rows, curves, probes, memory = (table(results / f"{name}.csv") for name in ("runs", "curves", "probes", "memory"))
+    names = ("runs", "curves", "probes", "memory", "speeds")
+    rows, curves, probes, memory, speeds = (table(results / f"{name}.csv") for name in names)
     if found := problems(rows, curves, probes):
         raise SystemExit("\n".join(["the tables cannot be reported as they are:", *sorted(found)]))
     lines = [MADE, "", "± is the deviation between seeds.", ""]
@@ -80,10 +84,12 @@ def report(results, runs=None):
         if not ours:
             continue
         lines += [f"## {name}", ""]
-        lines += puzzle_lines(name, ours, probes, memory) if study.sizes else score_lines(name, ours)
+        lines += puzzle_lines(name, ours, probes, memory) if study.sizes else score_lines(name, ours, speeds)
         lines += [f"![{name}]({name}.png)", "", "```"]
         lines += [*dict.fromkeys(row["command"] for row in ours if row["seed"] == "0"), "```", ""]
-        lines += plotted(results, name, ours, curves, probes)
+        figure, said = drawn(name, ours, curves, probes)
+        figure.savefig(results / f"{name}.png", dpi=120)
+        lines += said
     if runs is not None and (lines_begun := list(begun(runs))):
         lines += ["## Still in training", "", *lines_begun, ""]
     page = results / "README.md"
@@ -92,8 +98,28 @@ def report(results, runs=None):
     print("\n".join(lines))
 
 
-def score_lines(name, ours):
-    metric, wanted = ours[0]["metric"], max(1, len(STUDIES[name].rates))
+def score_lines(name, ours, speeds):
+    """A table of the same updates for all, one of the same time, and one of what else there is."""
+    study = STUDIES[name]
+    same_time = {label: updates for (_, label), updates in equal_time(name, speeds).items()}
+    first = f"{study.updates} updates each"
+    tables = {
+        first: [row for row in ours if int(row["updates"]) == study.updates],
+        f'The time of {study.updates} updates of "{study.clock}" each': [
+            row for row in ours if int(row["updates"]) == same_time.get(row["label"])
+        ],
+    }
+    told = [row for rows in tables.values() for row in rows]
+    tables["Longer trainings"] = [row for row in ours if row not in told]
+    for title, rows in tables.items():
+        if rows:
+            yield f"**{title}**"
+            yield ""
+            yield from score_table(rows, len(study.rates) if title == first else 1)
+
+
+def score_table(ours, wanted):
+    metric = ours[0]["metric"]
     yield f"| | updates | seeds | lr | parameters | evaluations | {metric}, validation | {metric}, test |"
     yield "|---|---|---|---|---|---|---|---|"
     for (label, updates), group, tried in chosen(ours):
@@ -148,37 +174,55 @@ def puzzle_lines(name, ours, probes, memory):
     yield ""
 
 
-def plotted(results, name, ours, curves, probes):
+def drawn(name, ours, curves, probes):
+    """The figure of a study, and what there is to say about it."""
     from matplotlib.figure import Figure
 
     study, groups = STUDIES[name], list(chosen(ours))
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(12, max(4.6, 1 + 0.35 * len(groups))), layout="constrained")
     left, right = figure.subplots(1, 2)
+    said, legends = [], (left, right)
     if study.sizes:
         plot_solved(left, right, study, groups, probes)
-        lines = []
     else:
-        for (label, updates), group, _ in groups:
-            first = next(row["run"] for row in group if row["seed"] == "0")
-            curve = [row for row in curves if row["run"] == first]
-            shown = f"{label}, {updates} updates" if len({key[1] for key, *_ in groups}) > 1 else label
-            left.plot([int(row["update"]) for row in curve], [float(row["loss"]) for row in curve], label=shown, lw=1)
-        left.set(xlabel="updates", ylabel="training loss, seed 0")
-        lines = differences(right, ours, curves) if name == "states" else plot_scores(right, groups)
-    left.legend(fontsize=7)
+        plot_losses(left, groups, curves)
+        if name == "states":
+            said = differences(right, ours, curves)
+        else:
+            plot_scores(right, groups)
+            left.set_title("colours as on the right", fontsize=10)
+            legends = ()
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    figure.savefig(results / f"{name}.png", dpi=120)
-    return lines
+        if axes in legends:  # below the panel, where it covers nothing
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False, fontsize=8)
+    return figure, said
+
+
+def named(groups):
+    """Each group with its label, which has the number of updates where that differs, and with a colour of its own."""
+    several = len({updates for (_, updates), *_ in groups}) > 1
+    for i, ((label, updates), group, _) in enumerate(groups):
+        yield f"{label}, {updates} updates" if several else label, group, COLOURS[i % len(COLOURS)]
+
+
+def plot_losses(axes, groups, curves):
+    for label, group, colour in named(groups):
+        first = next(row["run"] for row in group if row["seed"] == "0")
+        curve = [row for row in curves if row["run"] == first]
+        updates, losses = ([float(row[key]) for row in curve] for key in ("update", "loss"))
+        axes.plot(updates, losses, label=label, lw=1, color=colour)
+    axes.set(xlabel="updates", ylabel="training loss, seed 0")
 
 
 def plot_scores(axes, groups):
-    for i, (_, group, _) in enumerate(groups):
-        axes.plot([float(row["validation"]) for row in group], [i] * len(group), "o", color="C0", alpha=0.6)
+    labels = []
+    for i, (label, group, colour) in enumerate(named(groups)):
+        labels.append(textwrap.fill(label, 28))
+        axes.plot([float(row["validation"]) for row in group], [i] * len(group), "o", color=colour, alpha=0.7)
     axes.set(yticks=range(len(groups)), xlabel=f"{groups[0][1][0]['metric']}, validation, each seed")
-    axes.set_yticklabels([f"{label} ({updates})" for (label, updates), *_ in groups], fontsize=7)
+    axes.set_yticklabels(labels, fontsize=8)
     axes.invert_yaxis()
-    return []
 
 
 def plot_solved(left, right, study, groups, probes):
@@ -187,25 +231,29 @@ def plot_solved(left, right, study, groups, probes):
     for size in study.sizes:
         means = [statistics.mean(solved(group, probes, size, depth)) for depth in study.depths]
         trained = " (trained on)" if size == study.sizes[0] else ""
-        left.plot(study.depths, means, "o-", label=f"{sized(study, size)}{trained}")
-        for depth in study.depths:
-            values = solved(group, probes, size, depth)
-            left.plot([depth] * len(values), values, ".", color="black", ms=3, alpha=0.5)
-    left.set(title=label, ylabel="solved")
+        (line,) = left.plot(study.depths, means, "o-", label=f"{sized(study, size)}{trained}")
+        if len(group) > 1:
+            for depth in study.depths:
+                values = solved(group, probes, size, depth)
+                left.plot([depth] * len(values), values, "_", color=line.get_color(), ms=9, alpha=0.7)
+    seeds = f", mean and each of {len(group)} seeds" if len(group) > 1 else ""
+    left.set(title=f"{label}{seeds}", ylabel="puzzles solved")
     size = study.sizes[-2]
-    for (label, _), group, _ in groups:
+    for i, (label, group, colour) in enumerate(named(groups)):
         right.plot(
             study.depths,
             [statistics.mean(solved(group, probes, size, depth)) for depth in study.depths],
-            "--" if group[0]["evaluations"] == "" else "o-",
+            "--" if group[0]["evaluations"] == "" else f"{MARKERS[i % len(MARKERS)]}-",
             label=label,
+            color=colour,
         )
     right.set(title=f"{sized(study, size)}, all variants")
-    right.legend(fontsize=7)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set(xlabel="steps N (2 N evaluations of f)", ylim=(-0.03, 1.03), xticks=study.depths)
         axes.set_xticklabels(study.depths)
+        axes.set_title(axes.get_title(), fontsize=10)
+        axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
 
 
 def differences(axes, ours, curves):
@@ -224,5 +272,4 @@ def differences(axes, ours, curves):
             shown = ", ".join(f"{apart[i]:.1e} at update {updates[i]}" for i in (0, len(apart) // 2, len(apart) - 1))
             lines += [f"{label}, relative distance of the loss from that of the stored graph: {shown}.", ""]
     axes.set(yscale="log", xlabel="updates", ylabel="distance of the loss from the stored graph's")
-    axes.legend(fontsize=7)
     return lines

@@ -52,23 +52,22 @@ def picture(maze, answer):
     return image.numpy()
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--cells", type=int, default=12)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "evidence")
-    arguments = parser.parse_args()
-    from matplotlib.animation import FuncAnimation, PillowWriter
+def side_by_side(maze, target, answers):
     from matplotlib.figure import Figure
 
-    maze, target, answers = answered(arguments.checkpoint, arguments.cells)
-    figure = Figure(figsize=(12, 2.25), layout="constrained")
+    figure = Figure(figsize=(12, 2.45), layout="constrained")
     for axes, depth in zip(figure.subplots(1, len(DEPTHS)), DEPTHS, strict=True):
         axes.imshow(picture(maze, answers[depth]))
         right = ((answers[depth] > 0.5) == (target == 1)).all()
-        axes.set_title(f"N = {depth}{', solved' if right else ''}", fontsize=10)
+        axes.set_title(f"N = {depth}{', solved' if right else ''}", fontsize=11)
         axes.axis("off")
-    figure.savefig(arguments.out / "maze-solved.png", dpi=100)
+    figure.supxlabel("from green to red; blue is what the model takes for the path after N steps", fontsize=10)
+    return figure
+
+
+def animation(maze, answers, cells):
+    from matplotlib.animation import FuncAnimation
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.2, 3.5), layout="constrained")
     axes = figure.subplots()
@@ -77,10 +76,23 @@ def main():
 
     def draw(steps):
         shown.set_data(picture(maze, answers[steps]))
-        axes.set_title(f"{arguments.cells} x {arguments.cells} cells, N = {steps}", fontsize=10)
+        axes.set_title(f"{cells} x {cells} cells, N = {steps}", fontsize=10)
 
-    animation = FuncAnimation(figure, draw, frames=[*FRAMES, *[FRAMES[-1]] * 8])
-    animation.save(arguments.out / "maze-solved.gif", writer=PillowWriter(fps=6), dpi=80)
+    return FuncAnimation(figure, draw, frames=[*FRAMES, *[FRAMES[-1]] * 8])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--cells", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "evidence")
+    arguments = parser.parse_args()
+    from matplotlib.animation import PillowWriter
+
+    maze, target, answers = answered(arguments.checkpoint, arguments.cells)
+    side_by_side(maze, target, answers).savefig(arguments.out / "maze-solved.png", dpi=100)
+    moving = animation(maze, answers, arguments.cells)
+    moving.save(arguments.out / "maze-solved.gif", writer=PillowWriter(fps=6), dpi=80)
 
 
 if __name__ == "__main__":

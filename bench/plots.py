@@ -129,9 +129,8 @@ def _lines(axis, series, benchmark, providers, quantity, factor=1.0):
         if sizes:
             values = [max(points[n].p50 * factor, FLOOR) for n in sizes]  # a NaN is left out
             width = WIDTHS.get(provider, 1.2)
-            axis.plot(
-                sizes, values, "o-", color=COLORS[provider], label=provider, linewidth=width, markersize=width + 2
-            )
+            label = {"reversible": "reversible, float64 state"}.get(provider, provider)
+            axis.plot(sizes, values, "o-", color=COLORS[provider], label=label, linewidth=width, markersize=width + 2)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
     axis.set_yscale("log")
@@ -237,7 +236,9 @@ def _dial(series):
         curve = [place(name) for _, name in kept]
         axis.plot(*zip(*curve, strict=True), "o-", color=COLORS["reversible"], label="ours, exact gradient, by keep")
         for i, ((k, _), at) in enumerate(zip(kept, curve, strict=True)):
-            axis.annotate(str(k), at, (0, -13 if i % 2 else 6), textcoords="offset points", ha="center", fontsize=8)
+            beside = [time for _, time in (*curve[max(0, i - 1) : i], *curve[i + 1 : i + 2])]
+            offset = 6 if at[1] >= sum(beside) / len(beside) else -13  # where the curve bends away
+            axis.annotate(str(k), at, (0, offset), textcoords="offset points", ha="center", fontsize=8)
         for name, label, marker in (
             ("stored graph", "stored graph", "s"),
             ("checkpoint", "checkpoint", "D"),

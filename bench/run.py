@@ -1,7 +1,7 @@
 """Every benchmark, into bench/results/<device>/: one table (results.csv), plots, and the machine they were made on.
 
 make bench                 # all of it: under ten minutes on two cores
-make bench ONLY=update     # one of update, step, breakdown, predict, convergence, dial
+make bench ONLY=update     # one of update, launch, step, breakdown, predict, convergence, dial
 make bench QUICK=1         # a minute, into a table of its own (quick.csv)
 """
 
@@ -31,6 +31,7 @@ PARTS = {
         "--benchmark-disable-gc",
         "--benchmark-columns=min,median",
     ],
+    "launch": [str(HERE / "launch.py")],
     "step": [str(HERE / "step.py")],
     "breakdown": [str(HERE / "breakdown.py")],
     "predict": [str(HERE / "predict.py")],
@@ -40,6 +41,7 @@ PARTS = {
 
 BENCHMARKS = {
     "update": ("forward half-step", "backward half-step"),
+    "launch": ("launch, ",),
     "step": ("step, ", "tolerance, "),
     "breakdown": ("breakdown, ", "own time of a half-step, ", "own time once, "),
     "predict": ("predicted ",),

@@ -28,6 +28,7 @@ MODULES = (
     "revdeq.torchdeq",
     "revdeq.training",
     "revdeq.training.generate",
+    "revdeq.training.classify",
     "revdeq.training.data",
     "revdeq.kernels",
 )

@@ -3,6 +3,7 @@
  * Plain C, with neither Python's nor torch's headers: cpu.py loads the library with ctypes.
  * Compile without contraction (-ffp-contract=off): a fused multiply-add would change the bits.
  */
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 

@@ -171,10 +171,10 @@ INLINE int integers_loop(const void *f, const void *read, int32_t *number, int64
     int bad = 0;
     if (f_type == F64 || (mix && copy_type == F64)) {
 #pragma omp simd reduction(| : bad)
-        INTEGERS(double, __builtin_rint, __builtin_fabs, 0x1p31)
+        INTEGERS(double, rint, fabs, 0x1p31)
     } else {
 #pragma omp simd reduction(| : bad)
-        INTEGERS(float, __builtin_rintf, __builtin_fabsf, 0x1p31f)
+        INTEGERS(float, rintf, fabsf, 0x1p31f)
     }
     return bad;
 }

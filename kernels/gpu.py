@@ -10,9 +10,7 @@ Coefficients are arguments, so that no value of theirs is compiled for. They tra
 Python float would arrive as float32.
 """
 
-import contextlib
 import struct
-from typing import Any
 
 import torch
 import triton
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from . import half_step
 from .half_step import LANES, Coefficients, Linear
+from .launch import launch_blocks, launch_chunks
 
 THREADS = LANES // 2
 RELAX_BLOCK, INVERT_BLOCK = 1024, 512
@@ -296,16 +295,21 @@ def bits_of(number: float, dtype: torch.dtype) -> int:
 
 
 class Bits:
-    """The bits of a step's coefficients, as long as it is the same step."""
+    """The bits of a step's coefficients, as long as it is the same step.
+
+    have_c: whether its c is not 0.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._step: Linear | None = None
         self._bits: tuple[int, ...] = ()
+        self.have_c = False
 
     def __call__(self, step: Linear) -> tuple[int, ...]:
         if step is not self._step:
             self._step, self._bits = step, tuple(bits_of(x, self._dtype) for x in (step.a, step.b, step.c))
+            self.have_c = step.c != 0
         return self._bits
 
 
@@ -331,27 +335,27 @@ class HalfStep(half_step.HalfStep):
         return self.in_order_or_none(read) if step.c else None
 
     def relax(self, f: Tensor, read: Tensor | None, step: Coefficients) -> None:
-        tensors = self.in_order(f), self._read(read, step), self.copy
-        launch(_relax_kernel, self._warps, RELAX_BLOCK, self.state, *tensors, self.state.numel(), *self._bits(step))
+        tensors = self.state, self.in_order(f), self._read(read, step), self.copy
+        launch_blocks(_relax_kernel, self._warps, RELAX_BLOCK, tensors, self._bits(step))
 
     def relax_norms(self, f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
         partial = self.partial_sums()
-        tensors = self.in_order(f), self._read(read, step), self.copy, partial
-        launch_rows(_relax_norms_kernel, self._warps, self.state, *tensors, self.state.numel(), *self._bits(step))
+        tensors = self.state, self.in_order(f), self._read(read, step), self.copy, partial
+        launch_chunks(_relax_norms_kernel, self._warps, tensors, self._bits(step))
         return partial
 
     def invert(self, f: Tensor, step: Coefficients) -> None:
-        tensors = self.in_order(f), self._read(self.copy, step), self.copy, None, None, None
-        numbers = self.state.numel(), *self._inversion(step), 0, 0, 0
-        launch(_invert_kernel, self._warps, INVERT_BLOCK, self.state, *tensors, *numbers)
+        tensors = self.state, self.in_order(f), self._read(self.copy, step), self.copy, None, None, None
+        launch_blocks(_invert_kernel, self._warps, INVERT_BLOCK, tensors, (*self._inversion(step), 0, 0, 0))
 
     def invert_adjoint(
         self, f: Tensor, adjoint: Tensor, vjp: Tensor, other: Tensor | None, step: Coefficients, adjoint_step: Linear
     ) -> None:
         seed = other if adjoint_step.c else None
-        tensors = self.in_order(f), self._read(self.copy, step), self.copy, adjoint, self.in_order(vjp), seed
-        numbers = self.state.numel(), *self._inversion(step), *self._adjoint_bits(adjoint_step)
-        launch(_invert_kernel, self._warps, INVERT_BLOCK, self.state, *tensors, *numbers)
+        before = self.state, self.in_order(f), self._read(self.copy, step), self.copy
+        tensors = *before, adjoint, self.in_order(vjp), seed
+        numbers = *self._inversion(step), *self._adjoint_bits(adjoint_step)
+        launch_blocks(_invert_kernel, self._warps, INVERT_BLOCK, tensors, numbers)
 
     def invert_compare(
         self,
@@ -366,32 +370,11 @@ class HalfStep(half_step.HalfStep):
     ) -> Tensor:
         worst = self.partial_maxima()
         seed = other if adjoint_step.c and adjoint is not None else None
-        before = self.in_order(f), self._read(self.copy, step), self.in_order(initial), floor
-        numbers = self.state.numel(), *self._inversion(step), *self._adjoint_bits(adjoint_step)
+        before = self.state, self.in_order(f), self._read(self.copy, step), self.in_order(initial), floor
         tensors = *before, adjoint, self.in_order_or_none(vjp), seed, worst
-        launch_rows(_compare_kernel, self._warps, self.state, *tensors, *numbers)
+        numbers = *self._inversion(step), *self._adjoint_bits(adjoint_step)
+        launch_chunks(_compare_kernel, self._warps, tensors, numbers)
         return worst
-
-
-def launch(kernel: Any, warps: int, block: int, state: Tensor, *arguments: Any, **constants: Any) -> None:
-    """A program for each block of the state; with no elements, none."""
-    _launch(kernel, warps, block, state, arguments, {"BLOCK": block, **constants})
-
-
-def launch_rows(kernel: Any, warps: int, state: Tensor, *arguments: Any, **constants: Any) -> None:
-    """A program for each chunk of ROWS rows, which leaves LANES sums or maxima."""
-    rows = half_step.ROWS
-    _launch(kernel, warps, rows * LANES, state, arguments, {"ROWS": rows, "LANES": LANES, **constants})
-
-
-def _launch(
-    kernel: Any, warps: int, size: int, state: Tensor, arguments: tuple[Any, ...], constants: dict[str, Any]
-) -> None:
-    n = state.numel()
-    if n == 0:
-        return
-    with _on(state.device):
-        kernel[(-(-n // size),)](state, *arguments, **constants, num_warps=warps, enable_fp_fusion=False)
 
 
 def warps(device: torch.device) -> int:
@@ -405,11 +388,6 @@ def _warp_size(device: torch.device) -> int:
 def divides_by_reciprocal(device: torch.device) -> bool:
     """Where kernels are compiled to PTX."""
     return device.type == "cuda" and torch.version.hip is None
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, whatever device its tensors are on."""
-    return contextlib.nullcontext() if device.type == "cpu" else getattr(torch, device.type).device(device)
 
 
 def runs_on(device: torch.device) -> bool:

@@ -15,7 +15,6 @@ e <= n, so that x m / 2^31 exceeds x / n by x e / (2^31 n) < n e / (2^12 n) <= 1
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from . import gpu, reference_exact
 from .half_step import LANES, Linear
+from .launch import launch_blocks, launch_chunks
 from .radix import Radix
 
 BLOCK = 512
@@ -339,6 +339,7 @@ class HalfStep(reference_exact.HalfStep):
         self._step: Radix | None = None
         self._f_dtype: torch.dtype | None = None
         self._numbers: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+        self._scales: tuple[float, float] = 1.0, 1.0
 
     def _numbers_of(self, step: Radix, f: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the way there and the way back are given, as long as it is the same step."""
@@ -348,28 +349,24 @@ class HalfStep(reference_exact.HalfStep):
             mix = gpu.bits_of(step.gamma, wide), gpu.bits_of(1 - step.gamma, wide)
             there = p, d, sign, d - sign * p, reciprocal(p), reciprocal(d), *mix
             back = d, p, sign, p - sign * d, reciprocal(d), reciprocal(p), *mix
-            self._numbers = there, back
+            self._numbers, self._scales = (there, back), (1 / step.unit, step.unit)
             self._step, self._f_dtype = step, f.dtype
         return self._numbers
-
-    def _scales(self, step: Radix) -> dict[str, Any]:
-        return {"SCALE": 1 / step.unit, "UNIT": step.unit}
 
     def _read(self, read: Tensor | None, step: Radix) -> Tensor | None:
         return self.in_order_or_none(read) if step.gamma != 1 else None
 
     def _relax(self, f: Tensor, read: Tensor | None, spill: Tensor | None, step: Radix) -> None:
         there, _ = self._numbers_of(step, f)
-        tensors = self.in_order(f), self._read(read, step), self.copy, spill, self.alarm
-        numbers = self.state.numel(), self.done, *there
-        gpu.launch(_relax_kernel, self._warps, BLOCK, self.state, *tensors, *numbers, LANES=LANES, **self._scales(step))
+        tensors = self.state, self.in_order(f), self._read(read, step), self.copy, spill, self.alarm
+        constants = *self._scales, LANES
+        launch_blocks(_relax_kernel, self._warps, BLOCK, tensors, (self.done, *there), constants)
 
     def _relax_norms(self, f: Tensor, read: Tensor | None, spill: Tensor | None, step: Radix) -> Tensor:
         there, _ = self._numbers_of(step, f)
         partial = self.partial_sums()
-        tensors = self.in_order(f), self._read(read, step), self.copy, spill, self.alarm, partial
-        numbers = self.state.numel(), self.done, *there
-        gpu.launch_rows(_relax_norms_kernel, self._warps, self.state, *tensors, *numbers, **self._scales(step))
+        tensors = self.state, self.in_order(f), self._read(read, step), self.copy, spill, self.alarm, partial
+        launch_chunks(_relax_norms_kernel, self._warps, tensors, (self.done, *there), self._scales)
         return partial
 
     def _invert(
@@ -383,11 +380,12 @@ class HalfStep(reference_exact.HalfStep):
         adjoint_step: Linear,
     ) -> None:
         _, back = self._numbers_of(step, f)
-        seed = other if adjoint_step.c and adjoint is not None else None
-        before = self.in_order(f), self._read(self.copy, step), self.copy
+        adjoint_bits = self._adjoint_bits(adjoint_step)
+        seed = other if adjoint is not None and self._adjoint_bits.have_c else None
+        before = self.state, self.in_order(f), self._read(self.copy, step), self.copy
         tensors = *before, adjoint, self.in_order_or_none(vjp), seed, spill
-        numbers = self.state.numel(), *back, *self._adjoint_bits(adjoint_step)
-        gpu.launch(_invert_kernel, self._warps, BLOCK, self.state, *tensors, *numbers, **self._scales(step))
+        numbers = *back, *adjoint_bits
+        launch_blocks(_invert_kernel, self._warps, BLOCK, tensors, numbers, self._scales)
 
     def invert_compare(
         self,
@@ -403,8 +401,8 @@ class HalfStep(reference_exact.HalfStep):
         _, back = self._numbers_of(step, f)
         worst = self.partial_maxima()
         seed = other if adjoint_step.c and adjoint is not None else None
-        before = self.in_order(f), self._read(self.copy, step), self.in_order(initial), floor
+        before = self.state, self.in_order(f), self._read(self.copy, step), self.in_order(initial), floor
         tensors = *before, adjoint, self.in_order_or_none(vjp), seed, worst
-        numbers = self.state.numel(), *back, *self._adjoint_bits(adjoint_step)
-        gpu.launch_rows(_compare_kernel, self._warps, self.state, *tensors, *numbers, **self._scales(step))
+        numbers = *back, *self._adjoint_bits(adjoint_step)
+        launch_chunks(_compare_kernel, self._warps, tensors, numbers, self._scales)
         return worst

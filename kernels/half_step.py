@@ -92,6 +92,11 @@ def chunk_count(x: Tensor) -> int:
     return -(-x.numel() // (ROWS * LANES))
 
 
+def layout(x: Tensor) -> tuple[int, ...]:
+    """Where the elements of x are: its strides, but for dimensions of size 1, whose strides mean nothing."""
+    return tuple([stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1])
+
+
 class HalfStep:
     """A state and its copy in the dtype that f reads: bound once, stepped many times.
 
@@ -119,7 +124,7 @@ class HalfStep:
     def in_order(self, x: Tensor) -> Tensor:
         """x with its elements in the same places as the state's: x itself, or, at the cost of one more
         pass over memory, a copy."""
-        if x.stride() == self._stride and not x.is_neg():
+        if (x.stride() == self._stride or layout(x) == layout(self.state)) and not x.is_neg():
             return x
         return torch.empty_like(self.state, dtype=x.dtype).copy_(x)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import half_step
 from .backends import half_step_for
-from .half_step import DTYPES, LANES, Coefficients, chunk_count
+from .half_step import DTYPES, LANES, Coefficients, chunk_count, layout
 
 
 @torch.library.custom_op("revdeq::relax", mutates_args=("state", "copy"))
@@ -223,7 +223,7 @@ def _check_adjoint(state: Tensor, copy: Tensor, adjoint: Tensor, vjp: Tensor) ->
             f"adjoint is {adjoint.dtype} and vjp is {vjp.dtype}: where f reads {copy.dtype} they must be "
             f"{wide} and {copy.dtype}"
         )
-    if adjoint.stride() != state.stride() and adjoint.numel() > 1:
+    if layout(adjoint) != layout(state) and adjoint.numel() > 1:
         raise ValueError(f"adjoint has strides {adjoint.stride()}: it must be laid out like state, {state.stride()}")
 
 
@@ -244,6 +244,6 @@ def _bind(state: Tensor, copy: Tensor, **others: Tensor | None) -> half_step.Hal
             raise TypeError(f"{key} is {x.dtype}: it must be float32, float64, bfloat16 or float16")
         if x.requires_grad:  # within an operator torch.is_grad_enabled() is always false
             raise ValueError(f"{key} requires a gradient, which does not flow through a half-step: use {key}.detach()")
-    if copy.stride() != state.stride() and copy.numel() > 1:
+    if layout(copy) != layout(state) and copy.numel() > 1:
         raise ValueError(f"copy has strides {copy.stride()}: it must be laid out like state, {state.stride()}")
     return half_step_for(state.device)(state, copy)

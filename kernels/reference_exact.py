@@ -158,8 +158,12 @@ class HalfStep(half_step.HalfStep):
     ) -> None:
         self._invert(f, adjoint, vjp, other, self._take_back(step), step, adjoint_step)
 
+    def _is_announced(self, step: Radix) -> None:
+        announced = self.plan.steps[self.done]
+        assert step is announced or step == announced, "this is not the step that was announced"
+
     def _put_aside(self, step: Radix) -> Tensor | None:
-        assert step == self.plan.steps[self.done], "this is not the step that was announced"
+        self._is_announced(step)
         if not self.plan.spills_before(self.done):
             return None
         self.spilled.append(self._room.pop() if self._room else torch.empty_like(self.state, dtype=torch.int32))
@@ -167,7 +171,7 @@ class HalfStep(half_step.HalfStep):
 
     def _take_back(self, step: Radix) -> Tensor | None:
         self.done -= 1
-        assert step == self.plan.steps[self.done], "this is not the step that was announced"
+        self._is_announced(step)
         return self.spilled.pop() if self.plan.spills_before(self.done) else None
 
     def announce(self, steps: Sequence[Radix]) -> None:

@@ -16,7 +16,7 @@ from ._solver.solve import Solution, solve
 from ._solver.tune import Tuning, tune
 from ._solver.verify import Report, verify
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 __all__ = [
     "ConvergenceError",
     "ConvergenceWarning",
@@ -31,6 +31,7 @@ __all__ = [
     "kernels",
     "models",
     "solve",
+    "train",
     "training",
     "tune",
     "verify",
@@ -43,6 +44,8 @@ _LAZY = ("baselines", "models", "training")
 def __getattr__(name: str) -> _Any:
     if name in _LAZY:
         return _importlib.import_module(f".{name}", __name__)
+    if name == "train":
+        return _importlib.import_module(".training", __name__).train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

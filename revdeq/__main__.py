@@ -1,4 +1,4 @@
-"""Command line: `python -m revdeq demo`, `doctor`, `train`, `evaluate`, `generate`."""
+"""Command line: `python -m revdeq demo`, `doctor`, `train`, `evaluate`, `generate`, `classify`."""
 
 import argparse
 import sys

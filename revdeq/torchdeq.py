@@ -16,6 +16,7 @@ import difflib
 import functools
 import logging
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -63,6 +64,16 @@ MEANINGLESS = {
 
 ELSEWHERE = ("norm_", "sn_", "jac_", "sradius_mode")
 """Beginnings of settings that other parts of torchdeq read from the same configuration."""
+
+WORDS = {
+    r"\bz0\b": "z_init",
+    r"\ban f\b": "a func",
+    r"\bf\b": "func",
+    r"\bmax_steps\b": "f_max_iter / 2",
+    r"\btol\b": "f_tol",
+    r" \(which a layer makes .*\)": "",
+}
+"""What messages of `revdeq.solve` call things, and what torchdeq calls them."""
 
 __all__ = ["DEQReversible", "add_args"]
 
@@ -214,7 +225,8 @@ class DEQReversible(DEQBase):
 
         z = tuple(z_init) if several else z_init
         ends = self._ends(f_max_iter)
-        states, nfe = _solved(f, z, ends, _tolerance(given.get("tol", self.f_tol)), settings)
+        with _in_torchdeqs_words():
+            states, nfe = _solved(f, z, ends, _tolerance(given.get("tol", self.f_tol)), settings)
         memory += _computed(modules)
         info = self._statistics(f, states[-1], nfe)
         if not self.training:
@@ -271,6 +283,24 @@ def _solved(
             steps = end
         states[end] = z
     return [states[end] for end in ends], nfe
+
+
+@contextlib.contextmanager
+def _in_torchdeqs_words() -> Iterator[None]:
+    """Around a solve: its own errors, not those of func, speak of z_init and f_max_iter."""
+    try:
+        yield
+    except Exception as error:
+        innermost = error.__traceback__
+        while innermost is not None and innermost.tb_next is not None:
+            innermost = innermost.tb_next
+        own = innermost is not None and innermost.tb_frame.f_globals["__name__"].startswith("revdeq._solver")
+        if own and len(error.args) == 1 and isinstance(error.args[0], str):
+            text = error.args[0]
+            for ours, theirs in WORDS.items():
+                text = re.sub(ours, theirs, text)
+            error.args = (text,)
+        raise
 
 
 def _refuse_hooks(modules: list[nn.Module]) -> None:

@@ -60,7 +60,7 @@ STATEFUL = (
 )
 NO_WAY_BACK = (
     "the backward pass did not find its way back to the initial state: it is off by … of the state's size, where "
-    "1e-04 can be trusted (beta = 0.9, max_steps = 24), and so the gradient of this solve is not exact. "
+    "1e-04 can be trusted (beta = 0.9, N = 24 steps), and so the gradient of this solve is not exact. "
     'Either the float64 state was rounded beyond recovery: use state="exact", fewer steps or a beta further from 1. Or '
     "f does not compute the same when it is called again"
 )
@@ -457,10 +457,27 @@ def without_torchdeq():
         SingleScale(channels=8, solver="torchdeq")
 
 
+def shared_into_a_run(files):
+    SingleScale(channels=8).save_pretrained(files.put("last.pt", b"").parent)
+
+
 MODELS = [
     ("a name that is not public", lambda: revdeq.training.run_away, AttributeError,
      "module 'revdeq.training' has no attribute 'run_away'"),
     ("no channels", making(SingleScale, channels=0), ValueError, "channels = 0 must be an integer of at least 1"),
+    ("shared into a run", shared_into_a_run, ValueError,
+     "save_directory = 'FOLDER' is the folder of a run, whose config.json would be lost: choose another"),
+    ("a block that is a name", making(SingleScale, block="mine:Block"), TypeError,
+     "block = 'mine:Block' must be the class itself, or a function, that block(channels, width) makes a module f(z, x) "
+     "of"),
+    ("a block of another signature", making(SingleScale, block=lambda d: nn.Linear(d, d)), TypeError,
+     "block = …<lambda> cannot be called as block(channels, width): too many positional arguments; define "
+     "__init__(self, channels, width)"),
+    ("a block that makes no module", making(LanguageModel, block=float), TypeError,
+     "block = builtins:float makes a float: block(d) must make a torch.nn.Module"),
+    ("an f of one argument", making(LanguageModel, d=8, length=4, block=lambda d: nn.Linear(d, d)), TypeError,
+     "block = …<lambda> makes an f that cannot be called as f(z, x): too many positional arguments; define "
+     "forward(self, z, x)"),
     ("channels that do not group", making(SingleScale, channels=25), ValueError,
      "50 channels (channels, or width times channels) cannot be split into 3 groups for GroupNorm: use a multiple of "
      "16, or fewer than 32"),
@@ -531,6 +548,14 @@ TORCHDEQ = [
      "z_init = 3 must be a tensor, or a tuple or list of tensors"),
     ("one part of two", core(lambda deq: deq(lambda a, b: a, (torch.zeros(2, 2),) * 2)), TypeError,
      "func returned a tensor: z_init has 2 parts, and func must return as many"),
+    ("func returns another shape", core(lambda deq: deq(lambda z: z[:1], torch.zeros(2))), ValueError,
+     "func's output has shape (1,): it must be shaped like z_init, (2,)"),
+    ("func returns NaN", core(lambda deq: deq(lambda z: z + torch.nan, torch.zeros(2)), f_tol=1e-3, f_max_iter=8),
+     FloatingPointError,
+     "the norm of the state is not finite after step 1 of at most 4 (beta = 0.5): func returns NaN or infinity, or the "
+     "iteration diverges; try a smaller beta, or a func that contracts"),
+    ("integers to begin with", core(lambda deq: deq(torch.cos, torch.zeros(2, dtype=torch.long))), TypeError,
+     "z_init is torch.int64: it must be float32, float64, bfloat16 or float16; use z_init.float()"),
     ("a hook in f", core(lambda deq: deq(torchdeq.get_deq(hook_ift=True), torch.zeros(2))), RuntimeError,
      "func contains a core of torchdeq's with hook_ift=True, whose hook keeps the graph of every evaluation of func "
      "alive: use ift=True there, which has the same gradient"),
@@ -704,7 +729,11 @@ FILES = [
     ("no checkpoint", lambda files: checkpoint.load(files.folder / "last.pt"), CheckpointError,
      "there is no checkpoint FOLDER/last.pt: a run folder has last.pt and best.pt"),
     ("a run's folder", lambda files: checkpoint.load(files.folder), CheckpointError,
-     "FOLDER is a folder: name the checkpoint in it, FOLDER/best.pt for example"),
+     "there is no trained model in FOLDER: none of best.pt, last.pt, model.safetensors"),
+    ("no config of a pretrained model", lambda files: checkpoint.load(files.put("model.safetensors", b"").parent),
+     CheckpointError, "FOLDER cannot be read as a model that save_pretrained wrote: …"),
+    ("a damaged config", lambda files: record.read_config(files.put("config.json", b"{").parent), CheckpointError,
+     "FOLDER/config.json cannot be read: …; name the preset and its settings again"),
     ("a damaged checkpoint", lambda files: checkpoint.load(files.put("last.pt", b"PK")), CheckpointError,
      "FOLDER/last.pt cannot be read as a checkpoint, damaged or of another program: …"),
     ("another program's checkpoint", saved({"epoch": 3}), CheckpointError,
@@ -739,7 +768,8 @@ def test_what_is_said(act, kind, text, tmp_path):
 
 ELSEWHERE = (
     *(f"solver/test_{name}.py" for name in ("exact", "hosts", "options", "sharded", "tune")),
-    *("training/test_data.py", "training/test_train.py", "cli/test_command_line.py"),
+    *("training/test_data.py", "training/test_train.py", "training/test_own.py", "training/test_share.py"),
+    "cli/test_command_line.py",
 )
 """Tests of what needs a training, or tools around a solve: of the messages there, three words in a row are compared."""
 
@@ -753,6 +783,9 @@ UNSEEN = {
         "needs an installation without a C compiler: test_operators.py",
     "module … has no attribute …": "as Python says it",
     "a plot needs matplotlib: pip install matplotlib, or 'revdeq[demo]'": "needs an environment without it",
+    "save_pretrained …": "needs an environment without huggingface_hub: test_share.py",
+    "from_pretrained …": "needs an environment without huggingface_hub: test_share.py",
+    "push_to_hub …": "needs an environment without huggingface_hub: test_share.py",
     "… is a …, which holds other tensors: solve for those": "needs a tensor subclass: test_inside_f.py",
     "the C kernel cannot be loaded, and PyTorch's slower operations run instead: reinstall revdeq (…)":
         "needs a broken library",

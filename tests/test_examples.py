@@ -1,6 +1,7 @@
 """The examples run as their docstrings say, and show what they claim."""
 
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -12,6 +13,8 @@ import pytest
 
 import revdeq.examples
 
+FOLDER = Path(revdeq.examples.__path__[0])
+NOTEBOOK = FOLDER / "rented_gpu.ipynb"
 NAMES = [path.stem for path in Path(revdeq.examples.__path__[0]).glob("*.py") if not path.stem.startswith("_")]
 
 
@@ -19,11 +22,12 @@ def test_the_examples_are_listed():
     result = subprocess.run([sys.executable, "-W", "error", "-m", "revdeq.examples"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     listed = [line.split()[0] for line in result.stdout.splitlines() if line.startswith("  ")]
-    assert listed == sorted(NAMES)
+    assert listed == sorted([*NAMES, NOTEBOOK.name])
+    assert "A notebook: revdeq on a rented GPU." in result.stdout
     assert "pip install 'revdeq[demo,torchdeq]'" in result.stdout
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "looped_transformer"])  # which needs none
 def test_an_example_names_the_extras_that_it_needs(monkeypatch, name):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("RANK", "0")
@@ -62,6 +66,49 @@ def test_swapping_the_solver_of_torchdeq_makes_the_gradient_exact():
     assert reversible[1] == 2 * 16 + 1  # once more in the backward pass, and once for torchdeq's statistics
     assert implicit[-1] > 1e-3
     assert reversible[-1] < 1e-6
+
+
+def test_a_looped_transformer_sorts_better_the_longer_it_thinks():
+    *training, one, two, four, eight = run("looped_transformer")
+    assert training[-1][1] < 0.2 * training[0][1]  # the loss
+    assert [steps for steps, _ in (one, two, four, eight)] == [1, 2, 4, 8]
+    assert four[1] > 85 and four[1] > one[1]
+
+
+def test_a_model_is_tuned_in_bfloat16_from_a_checkpoint_in_float32():
+    _, _, (before,), after = run("autocast")
+    assert before < 30
+    assert after[0] > 85
+
+
+def test_inference_stops_at_the_tolerance_or_at_the_budget():
+    _, *table, _, (warm, cold) = run("inference")
+    tol, budget, evaluations, residual, accuracy = zip(*table, strict=True)
+    assert all(r < t for r, t in zip(residual[:3], tol[:3], strict=True))
+    assert list(evaluations[:3]) == sorted(set(evaluations[:3])) and max(evaluations) < 2 * budget[0]
+    assert evaluations[3] == 2 * budget[3] and residual[3] > tol[3]
+    assert min(accuracy[:3]) > 85
+    assert warm < cold
+
+
+def test_the_notebook_runs_from_top_to_bottom(monkeypatch, capsys, tmp_path):
+    """As Jupyter would run it, but for the lines that are Jupyter's own; at its small size, which a CPU has."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'revdeq[demo]'").use("Agg")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4
+    namespace = {}
+    for number, cell in enumerate(notebook["cells"]):
+        assert cell["cell_type"] in ("markdown", "code")
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [] and cell["execution_count"] is None  # none of this machine is committed
+            lines = ["\n" if line.startswith("%") else line for line in cell["source"]]
+            exec(compile("".join(lines), f"cell {number}", "exec"), namespace)
+    peaks = {name: [peak for peak, _ in values] for name, values in namespace["measurements"].items()}
+    assert peaks["stored graph"][-1] > 10 * peaks["stored graph"][0]
+    assert peaks["reversible"][-1] < 2 * peaks["reversible"][0]
+    assert "8 x 8 cells, N = 64" in capsys.readouterr().out
 
 
 def test_processes_under_torchrun_keep_equal_parameters():

@@ -1,5 +1,6 @@
 """Every picture that the project makes can be read, on a light and on a dark page."""
 
+import itertools
 import math
 from pathlib import Path
 
@@ -7,13 +8,19 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'revdeq[demo]'")
 
+import evidence
+import evidence_report
+import maze_picture
 import plots
 import readable
 import table
+import torch
 from matplotlib import style
 from matplotlib.figure import Figure
 
 from revdeq.cli import demo
+from revdeq.training import record
+from revdeq.training.data import Mazes
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 PAGES = {"": readable.LIGHT, "-dark": readable.DARK}
@@ -39,22 +46,96 @@ def test_no_panel_draws_torchdeqs_distance_from_the_fixed_points_gradient_beside
             assert not [line for line in axes.lines if "torchdeq" in line.get_label()]
 
 
+EVIDENCE = [evidence.table(RESULTS / "evidence" / f"{name}.csv") for name in ("runs", "curves", "probes")]
+
+
+@pytest.mark.parametrize("study", sorted({row["study"] for row in EVIDENCE[0]}))
+def test_the_figures_of_the_evidence_as_it_is(study):
+    runs, curves, probes = EVIDENCE
+    figure, _ = evidence_report.drawn(study, [row for row in runs if row["study"] == study], curves, probes)
+    assert readable.complaints(figure) == []
+
+
+def trained(study, seeds, lengths):
+    """Tables as after all trainings of a study, which learn at different speeds."""
+    rows, curves, probes = [], [], []
+    for updates, seed, (i, (label, _)) in itertools.product(lengths, range(seeds), enumerate(evidence.variants(study))):
+        run = f"{label} {seed} {updates}"
+        score = 0.4 + 0.03 * i + 0.01 * seed
+        row = dict.fromkeys(evidence.ROW, "1") | {"run": run, "label": label, "lr": "0.01", "seed": str(seed)}
+        explicit = label.startswith("explicit")
+        row |= {"updates": str(updates), "metric": "accuracy", "validation": str(score)}
+        rows.append(row | {"evaluations": "" if explicit else "8"})
+        curves += [
+            {"run": run, "update": str(update), "loss": str(0.1 * i + 5 * math.exp(-update / 300) + 1)}
+            for update in range(20, updates + 1, 20)
+        ]
+        sizes, depths = evidence.STUDIES[study].sizes, evidence.STUDIES[study].depths
+        probes += [
+            {
+                "run": run,
+                "size": str(size),
+                "max_steps": "" if explicit else str(n),
+                "solved": str(min(1.0, n / size) * score),
+            }
+            for size in sizes
+            for n in (depths[:1] if explicit else depths)
+        ]
+    return rows, curves, probes
+
+
+@pytest.mark.parametrize("study", evidence.STUDIES)
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_the_figures_of_the_evidence_when_all_of_it_is_there(study, seeds):
+    lengths = (300, 3000) if study in ("language", "image") else (500,)
+    figure, _ = evidence_report.drawn(study, *trained(study, seeds, lengths))
+    assert readable.complaints(figure) == []
+
+
+def test_the_pictures_of_a_maze():
+    inputs, targets = Mazes(cells=12).made(1, torch.Generator().manual_seed(0))
+    answers = {n: targets[0] * min(1.0, n / 16) for n in maze_picture.FRAMES}
+    figure = maze_picture.side_by_side(inputs[0], targets[0], answers)
+    assert readable.complaints(figure) == []
+    assert [axes.get_title() for axes in figure.axes][-2:] == ["N = 16, solved", "N = 32, solved"]
+    moving = maze_picture.animation(inputs[0], answers, 12)
+    for frame in (0, len(maze_picture.FRAMES) - 1):
+        moving._draw_frame(maze_picture.FRAMES[frame])
+        assert readable.complaints(moving._fig) == []
+    moving._draw_was_started = True  # or it warns that it was never shown
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "perplexity"])
+def test_the_plot_that_a_training_leaves(metric, monkeypatch, tmp_path):
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *args, **kw: drawn.append(figure) or save(figure, *args, **kw)
+    )
+    rows = [dict.fromkeys(record.COLUMNS, "") | {"update": 20 * k, "loss": 9 / k + 1} for k in range(1, 41)]
+    for row in rows[9::10]:
+        score = 1000 / row["update"] if metric == "perplexity" else row["update"] / 1000
+        row.update(evaluation_loss=row["loss"] + 0.3, metric=score)
+    record.plot(tmp_path, rows, metric)
+    (figure,) = drawn
+    assert readable.complaints(figure) == []
+
+
 N = len(demo.PLOTTED_DEPTHS)
 
 
 @pytest.mark.parametrize(
     "errors",
     [
-        pytest.param({0.5: [0.0] * N, 0.8: [3e-7] * N, 0.9: [2e-7] * N}, id="none is lost"),
-        pytest.param({0.5: [0.0] * N, 0.8: [1e-7] * (N - 2) + [40.0, math.nan], 0.9: [math.nan] * N}, id="some are"),
+        pytest.param({"a": [1e-8] * N, "b": [3e-7] * N, "c": [2e-7] * N, "exact": [0.0] * N}, id="none is lost"),
+        pytest.param({"a": [0.0] * N, "b": [1e-7] * (N - 2) + [40.0, math.nan], "c": [math.nan] * N}, id="some are"),
     ],
 )
 def test_the_demos_picture(errors):
     memory = {method: [(k + 1) * 2.0**20 * n for n in demo.PLOTTED_DEPTHS] for k, method in enumerate(demo.METHODS)}
-    figure = demo.picture(memory, errors)
+    solved = {bits: [min(1.0, n / bits) for n in demo.SOLVED_DEPTHS] for bits in demo.LENGTHS}
+    figure = demo.picture(memory, {f"float64 state, beta {k}": row for k, row in errors.items()}, solved)
     assert readable.complaints(figure) == []
-    widths = [axes.get_window_extent().width / figure.bbox.width for axes in figure.axes]
-    assert min(widths) >= 1 / 3
+    assert [len(axes.get_legend().get_texts()) for axes in figure.axes][::2] == [len(demo.METHODS), len(demo.LENGTHS)]
     crosses = [x for line in figure.axes[1].lines if line.get_marker() == "x" for x in line.get_xdata()]
     lost = [n for row in errors.values() for n, e in zip(demo.PLOTTED_DEPTHS, row, strict=True) if not e < 1]
     assert crosses == lost
@@ -93,6 +174,13 @@ def test_a_figure_that_cannot_be_read_is_noticed():
     figure, left, right = panels(layout="constrained")
     left.set_xticks([0.50, 0.51], ["one half", "a little more"])
     assert any("lie on each other" in words for words in readable.complaints(figure))
+
+    figure, left, right = panels(layout="constrained")
+    left.plot([0.4, 0.6], [0.9, 0.9], "o")
+    left.annotate("4", (0.4, 0.9), (0, 8), textcoords="offset points", ha="center")
+    assert readable.complaints(figure) == []
+    left.annotate("6", (0.6, 0.9), ha="center", va="center")
+    assert any("'6' lies on a point" in words for words in readable.complaints(figure))
 
     with style.context("dark_background"):
         figure, left, right = panels(layout="constrained")

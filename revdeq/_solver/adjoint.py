@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import _device
-from ..kernels.half_step import HalfStep
+from ..kernels.half_step import HalfStep, layout
 from .context import Disturbed
 from .function import Function
 from .inputs import State
@@ -39,8 +39,8 @@ ANNOUNCED = 32
 
 @dataclass
 class Iteration:
-    """What to iterate, and after the forward pass: the steps that were taken, and the squared 2-norms of the
-    last change of z and of z."""
+    """What to iterate, and after the forward pass: the steps that were taken, the squared 2-norms of the last change of
+    z and of z, and whether f read all but the initial state in another layout."""
 
     f: Function
     scheme: Scheme
@@ -48,6 +48,7 @@ class Iteration:
     monitor: Monitor | None
     steps: int = 0
     norms: Tensor | None = None
+    relaid: bool = False
 
 
 @dataclass
@@ -88,6 +89,7 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
     if step.c and it.f.changes_its_input:
         for c, x in zip(z_copy, initial, strict=True):
             c.copy_(x)
+    z_copy, it.relaid = _laid_out_like(f_z, z_copy)
     if it.options.tol is not None:
         it.f.shards.refuse_tolerance()
     y_copy = [torch.empty_like(c) for c in z_copy]
@@ -125,6 +127,19 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
     if not look:
         it.scheme.check([*relax_y, *relax_z])
     return Outcome(y, z, y_copy, z_copy, [h.spilled for h in (*relax_y, *relax_z)])
+
+
+def _laid_out_like(outputs: State, copy: State) -> tuple[State, bool]:
+    """The copies in the layout of f's outputs, where they are dense: otherwise each output would have to be brought
+    into the state's layout. And whether that is another one."""
+
+    def relaid(out: Tensor, c: Tensor) -> Tensor:
+        if layout(out) == layout(c) or c.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(out):
+            return c
+        return c.new_empty_strided(c.shape, out.stride()).copy_(c)
+
+    result = list(map(relaid, outputs, copy))
+    return result, any(a is not b for a, b in zip(result, copy, strict=True))
 
 
 def outside_inference_mode(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,7 +216,9 @@ class Reversible(torch.autograd.Function):
                         c.copy_(x)
                 # copy is z_n; undo y_{n+1} = a y_n + b f(z_n) + c z_n
                 go_on = n > first or initial_needs_grad
-                out, by_state, by_inputs = replay.vjp(copy, y_adjoint, go_on)
+                # In another layout, f could compute other bits than it did.
+                read = [x.clone() for x in initial] if n == 0 and it.relaid else copy
+                out, by_state, by_inputs = replay.vjp(read, y_adjoint, go_on)
                 out, vjp = _apart(out, copy), dense(by_state, copy) if go_on else []
                 totals.add(by_inputs)
                 if n > first:

@@ -91,8 +91,9 @@ def solve(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Solutio
         >>> solution = revdeq.solve(lambda z, x: f(z) + x, torch.zeros(4, 8), torch.randn(4, 8))
         >>> solution.z.sum().backward()
 
-    Memory beside f's own: 28 bytes per element in float32, whatever `max_steps` is. A z0 or an output of f
-    that is not laid out densely and in the same order costs one more pass over it.
+    Memory beside f's own: 28 bytes per element in float32, whatever `max_steps` is. The states, and z and y, are laid
+    out in memory like what f returns first, if that is dense (channels_last, say), and so is what f is given from then
+    on. An output that is laid out differently costs one more pass over it.
 
     All evaluations within a solve, and their repetition in the backward pass, see the same random draw, the
     same autocast and the same settings of torch; the generators end where one evaluation leaves them. Layers
@@ -131,7 +132,7 @@ def _solve(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict
     scheme = scheme_for(options, initial)
     monitor = None
     if options.check is not None:
-        setting = f"beta = {scheme.beta:.6g}, max_steps = {options.max_steps}"
+        setting = f"beta = {scheme.beta:.6g}, N = {options.max_steps} steps"
         monitor = Monitor(options.check, call_site(), setting, scheme.name, scheme.resolution, scheme.remedy)
 
     def iterated() -> tuple[Iteration, Outcome]:

@@ -10,13 +10,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 Run = Callable[[argparse.Namespace], int]
-NEEDED = ("matplotlib", "numpy", "tiktoken", "tqdm")
+NEEDED = ("PIL", "matplotlib", "numpy", "tiktoken", "tqdm")
 
 
 def demo(parser: argparse.ArgumentParser) -> Run:
-    """train a small image model three ways and compare (under two minutes)"""
+    """what training costs and what depth is good for, in a table and a plot (under two minutes)"""
     parser.add_argument(
         "--out", type=Path, default=Path("demo.png"), help="where to write the plot (default: %(default)s)"
     )
@@ -49,39 +50,75 @@ def doctor(parser: argparse.ArgumentParser) -> Run:
 
 
 def train(parser: argparse.ArgumentParser) -> Run:
-    """train a preset of the paper, or a small one for a CPU; with torchrun, on many GPUs or machines"""
+    """train a preset of the paper, or a small one for a CPU, with a block of yours; with torchrun, on many GPUs"""
     from ..training.presets import PRESETS
 
     quoted, others = ([p.name for p in PRESETS.values() if bool(p.quoted) == paper] for paper in (True, False))
-    parser.add_argument("preset", help=f"the paper's, for GPUs: {', '.join(quoted)}; for CPUs: {', '.join(others)}")
+    parser.add_argument(
+        "preset", nargs="?", help=f"the paper's, for GPUs: {', '.join(quoted)}; for CPUs: {', '.join(others)}"
+    )
     _data_options(parser)
     parser.add_argument("--out", type=Path, metavar="RUN", help="the run's folder (default: runs/PRESET)")
+    _block_option(parser)
     _settings_option(parser, "change a setting; one that does not exist, --set x=0, lists them all")
     parser.add_argument("--dry-run", action="store_true", help="only predict the memory and the time on GPUs")
-    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in RUN, if any")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="RUN",
+        help="go on with the run in this folder, or in that of --out, with its settings, or for more epochs or updates",
+    )
+    parser.add_argument("--log", choices=("tensorboard",), help="write the metrics for TensorBoard, too, in RUN")
 
     def run(arguments: argparse.Namespace) -> int:
-        from ..training import presets
+        from ..models import MODELS
+        from ..training import log, presets, record
         from ..training import run as training
 
-        preset = presets.configured(arguments.preset, presets.parsed(arguments.set))
+        name, out, changes = arguments.preset, arguments.out, _changes(arguments)
+        if arguments.resume:
+            if name is None and not Path(arguments.resume).exists() and arguments.resume in PRESETS:
+                name = arguments.resume  # `train --resume PRESET`
+            elif out is None:
+                out = Path(arguments.resume)
+            else:
+                raise presets.SettingError(f"--resume {arguments.resume} --out {out}: name one folder")
+        out = out or (Path("runs") / name if name else None)
+        if out is None:
+            raise presets.SettingError("name a preset, or with --resume RUN the folder of a run")
+        before = record.read_config(out) if arguments.resume is not None else None
+        if before is not None and before["model"] not in MODELS:
+            raise presets.SettingError(
+                f"{out} is of a model of your own, {before['model']}: go on with revdeq.train(..., resume=True)"
+            )
+        if before is not None and name in (None, before["name"]):
+            preset = presets.Preset.from_dict(before).changed(changes)
+            if arguments.data is None and before["folder"]:
+                arguments.data = Path(before["folder"])
+        elif name is None:
+            raise presets.SettingError(f"--resume {out}: there is no run to go on with, no {out / 'config.json'}")
+        else:
+            preset = presets.configured(name, changes)
         if arguments.dry_run:
             from ..training import dry_run
 
             print(dry_run.report(preset))
             return 0
         _download(arguments, preset.data)
-        out = arguments.out or Path("runs") / preset.name
-        training.train(preset, arguments.data, out, arguments.resume, arguments.device)
+        callback = log.LOGS[arguments.log](out) if arguments.log else None
+        resume = arguments.resume is not None
+        training.train(preset, arguments.data, out, resume, arguments.device, callback=callback)
         return 0
 
     return _guarded(run)
 
 
 def evaluate(parser: argparse.ArgumentParser) -> Run:
-    """the accuracy or perplexity of a checkpoint"""
-    parser.add_argument("checkpoint", type=Path, help="best.pt or last.pt of a run")
+    """the accuracy or perplexity of a trained model"""
+    _model_option(parser)
     _data_options(parser)
+    _block_option(parser)
     parser.add_argument("--split", default="test", help="test (default) or valid")
     parser.add_argument("--batches", type=int, help="only the first so many of the split (default: all of it)")
     _settings_option(parser, "a setting to differ from the training's, for example max_steps=80")
@@ -89,15 +126,16 @@ def evaluate(parser: argparse.ArgumentParser) -> Run:
     def run(arguments: argparse.Namespace) -> int:
         from ..training import checkpoint
         from ..training import run as training
-        from ..training.presets import SettingError, parsed
+        from ..training.presets import SettingError
         from ..training.processes import Processes
 
         if arguments.batches is not None and arguments.batches < 1:
             raise SettingError(f"--batches {arguments.batches}: it must be 1 or larger")
-        _download(arguments, checkpoint.load(arguments.checkpoint)["preset"]["data"])
+        if arguments.download:
+            _download(arguments, checkpoint.load(arguments.run_folder)["preset"]["data"])
         processes = Processes(arguments.device)
-        changes = {**parsed(arguments.set), "evaluation_batches": arguments.batches}
-        trained = training.restored(arguments.checkpoint, arguments.data, changes, processes.device)
+        changes = {**_changes(arguments), "evaluation_batches": arguments.batches}
+        trained = training.restored(arguments.run_folder, arguments.data, changes, processes.device)
         preset, dataset = trained.preset, trained.dataset
         if arguments.split not in dataset.splits:
             raise SettingError(f"--split {arguments.split}: it must be {' or '.join(dataset.splits)}")
@@ -114,19 +152,34 @@ def evaluate(parser: argparse.ArgumentParser) -> Run:
 
 
 def generate(parser: argparse.ArgumentParser) -> Run:
-    """text from the checkpoint of a language model"""
-    parser.add_argument("checkpoint", type=Path, help="best.pt or last.pt of a run")
+    """text from a trained language model"""
+    _model_option(parser)
     parser.add_argument("--prompt", default="", help="what the text begins with")
     parser.add_argument("--tokens", type=int, default=100, help="how many to add (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest always (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest with this probability together")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
     parser.add_argument("--data", type=Path, help="where GPT-2's encoding is (default: where the training found it)")
+    _device_option(parser)
+    _block_option(parser)
+    _settings_option(parser, "a setting to differ from the training's, for example max_steps=8")
 
     def run(arguments: argparse.Namespace) -> int:
         from ..training import generate
 
-        sampling = (arguments.tokens, arguments.temperature, arguments.seed)
-        pieces = generate.generate(arguments.checkpoint, arguments.data, arguments.prompt, *sampling)
+        pieces = generate.generate(
+            arguments.run_folder,
+            arguments.data,
+            arguments.prompt,
+            arguments.tokens,
+            arguments.temperature,
+            arguments.seed,
+            arguments.top_k,
+            arguments.top_p,
+            arguments.device,
+            _changes(arguments),
+        )
         print(arguments.prompt, end="", flush=True)
         for piece in pieces:
             print(piece, end="", flush=True)
@@ -136,10 +189,55 @@ def generate(parser: argparse.ArgumentParser) -> Run:
     return _guarded(run)
 
 
+def classify(parser: argparse.ArgumentParser) -> Run:
+    """what is in images of your own, by a model that was trained on CIFAR-10"""
+    _model_option(parser)
+    parser.add_argument("images", type=Path, nargs="+", help="PNGs, JPEGs and the like, or folders of them")
+    _device_option(parser)
+    _block_option(parser)
+    _settings_option(parser, "a setting to differ from the training's, for example max_steps=8")
+
+    def run(arguments: argparse.Namespace) -> int:
+        from ..training.classify import classify
+
+        guesses = classify(arguments.run_folder, arguments.images, _changes(arguments), arguments.device)
+        found = [(str(guess.file), guess.name, guess.probability) for guess in guesses]
+        width = max(len(file) for file, *_ in found)
+        print(f"{'file':{width}}  {'class':12}probability")
+        for file, name, probability in found:
+            print(f"{file:{width}}  {name:12}{probability:.3f}")
+        return 0
+
+    return _guarded(run)
+
+
+def _model_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_folder",
+        type=Path,
+        metavar="RUN",
+        help="the folder of a run, or one that save_pretrained wrote, or a checkpoint such as RUN/last.pt",
+    )
+
+
+def _block_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--block", metavar="MODULE:CLASS", help="the class that makes the model's f, imported and run")
+
+
+def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
+    from ..training.presets import parsed
+
+    return {**parsed(arguments.set), **({"block": arguments.block} if arguments.block else {})}
+
+
+def _device_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+
+
 def _data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, metavar="DIR", help="the folder with the data set, if it is one of files")
     parser.add_argument("--download", action="store_true", help="fetch the data set into DIR if it is not there")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+    _device_option(parser)
 
 
 def _settings_option(parser: argparse.ArgumentParser, text: str) -> None:
@@ -168,7 +266,7 @@ def _guarded(run: Run) -> Run:
 
         try:
             return run(arguments)
-        except (CheckpointError, DataError, Diverged, ReconstructionError, SettingError) as error:
+        except (CheckpointError, DataError, Diverged, ImportError, ReconstructionError, SettingError) as error:
             print(error, file=sys.stderr)
             return 1
         except Stopped as stopped:
@@ -178,4 +276,4 @@ def _guarded(run: Run) -> Run:
     return guarded
 
 
-COMMANDS = (demo, doctor, train, evaluate, generate)
+COMMANDS = (demo, doctor, train, evaluate, generate, classify)

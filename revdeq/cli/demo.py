@@ -1,9 +1,11 @@
-"""`python -m revdeq demo`: a small image model on handwritten digits, trained three ways.
+"""`python -m revdeq demo`: what the solver costs, and what depth is good for.
 
-The same model is trained by the reversible solver, through the stored graph and with checkpointing, at
-three depths. All three follow the same gradient; they differ in the time and the memory they take for it.
+A small image model is trained on handwritten digits by the reversible solver, through the stored graph and with
+checkpointing, at three depths. All three follow the same gradient; they differ in the time and the memory they take
+for it. Then a model learns prefix sums of 16 bits, and solves longer strings by taking more steps.
 """
 
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -29,8 +31,11 @@ DEPTHS = (2, 4, 8)
 PLOTTED_DEPTHS = (1, 2, 4, 8, 16, 32, 64)
 BETA = 0.5
 PLOTTED_BETAS = (0.5, 0.8, 0.9)
-EPOCHS = 5
+EPOCHS = 4
 BATCH = 64
+LENGTHS = (16, 32, 64)
+"""Of bit strings; the first is that of the training."""
+SOLVED_DEPTHS = (1, 2, 5, 10, 20, 40, 80)
 
 
 def reversible(*args: Any, **kwargs: Any) -> Tensor:
@@ -52,16 +57,17 @@ METHODS: dict[str, Callable[..., Tensor]] = {
 class Classifier(nn.Module):
     """The paper's single-scale image model at the size of the digits."""
 
-    def __init__(self, method: str, max_steps: int, beta: float = BETA, channels: int = 16) -> None:
+    def __init__(self, method: str, max_steps: int, channels: int = 16, **options: Any) -> None:
         super().__init__()
-        self.method, self.solve, self.max_steps, self.beta = method, METHODS[method], max_steps, beta
+        self.method, self.solve, self.max_steps = method, METHODS[method], max_steps
+        self.options = {"beta": BETA, **options}
         self.encode = nn.Sequential(nn.Conv2d(1, channels, 3, padding=1), group_norm(channels))
         self.f = ConvBlock(channels, width=2)
         self.classify = nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16 * channels, 10))
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.encode(images)
-        z = self.solve(self.f, torch.zeros_like(x), x, beta=self.beta, max_steps=self.max_steps)
+        z = self.solve(self.f, torch.zeros_like(x), x, max_steps=self.max_steps, **self.options)
         return self.classify(z)
 
 
@@ -99,16 +105,17 @@ class Row:
 
 
 def run(out: Path, seed: int = 0) -> list[Row]:
-    """Train, print the table, and write the plot to `out`."""
+    """Train, print what there is to see, and write the plot to `out`."""
     from tqdm import tqdm
 
     digits = Digits.load()
+    print("1. What a training step costs: an image model on handwritten digits, trained three ways.", flush=True)
     total = len(DEPTHS) * len(METHODS) * EPOCHS * digits.batches
     rows = []
-    with tqdm(total=total, unit="step", dynamic_ncols=True, mininterval=0.5) as bar:
+    with tqdm(total=total, unit="update", dynamic_ncols=True, mininterval=0.5) as bar:
         for max_steps in DEPTHS:
             for method in METHODS:
-                bar.set_description(f"training, {method}, N = {max_steps}", refresh=False)
+                bar.set_description(f"{method}, N = {max_steps}", refresh=False)
                 rows.append(train(method, max_steps, digits, seed, bar.update))
     batch = digits.images[:BATCH], digits.labels[:BATCH]
     for row in rows:
@@ -119,9 +126,15 @@ def run(out: Path, seed: int = 0) -> list[Row]:
             start = time.perf_counter()
             gradients(row.model, *batch)
             row.seconds = min(row.seconds, time.perf_counter() - start)
-    print_table(rows)
-    plot(batch, out, seed)
-    print(f"\nMemory and gradient error against depth: {out}")
+    print_costs(rows)
+    memory, errors = costs_by_depth(batch, seed)
+
+    print("\n2. What depth is good for: at each bit of a string, is the number of ones so far odd or even?")
+    print(f"A model is being trained on strings of {LENGTHS[0]} bits, for about half a minute ...", flush=True)
+    solved = prefix_sums(seed)
+    print_solved(solved)
+    picture(memory, errors, solved).savefig(out, dpi=120)
+    print(f"\nAll of this as a picture: {out}")
     return rows
 
 
@@ -161,67 +174,125 @@ def gradient_error(model: Classifier, images: Tensor, labels: Tensor) -> float:
     return max(((g - s).norm() / s.norm()).item() for g, s in zip(ours, stored, strict=True))
 
 
-def print_table(rows: list[Row]) -> None:
-    print(f"\n{'':14}  N  evaluations of f  test accuracy  time per step  peak memory  gradient error")
+def print_costs(rows: list[Row]) -> None:
+    print(f"\n{'':14}  N  evaluations of f  test accuracy  time per update  peak memory  gradient error")
     for row in rows:
         print(
             f"{row.model.method:14} {row.model.max_steps:2}  {2 * row.model.max_steps:16}  {row.accuracy:13.1%}  "
-            f"{row.seconds * 1e3:10.1f} ms  {row.peak_bytes / 2**20:7.1f} MiB  {row.gradient_error:14.1e}"
+            f"{row.seconds * 1e3:12.1f} ms  {row.peak_bytes / 2**20:7.1f} MiB  {row.gradient_error:14.1g}"
         )
+    print(
+        "\nLook at the memory: it grows with N for the other two, and not for the reversible solver. All three\n"
+        "learn the same, because their gradients are the same. The gradient error is the distance from a stored\n"
+        "graph of the same steps."
+    )
 
 
-def plot(batch: tuple[Tensor, Tensor], out: Path, seed: int) -> None:
-    def by_depth(measurement: Callable[..., float], method: str, beta: float = BETA) -> list[float]:
+def print_solved(solved: dict[int, list[float]]) -> None:
+    print("\nStrings with every bit right, by the number of steps N:\n")
+    print(" " * 20 + "".join(f"{f'N = {n}':>8}" for n in SOLVED_DEPTHS))
+    for bits, shares in solved.items():
+        print(f"{length_shown(bits):20}" + "".join(f"{share:8.0%}" for share in shares))
+    print(
+        "\nRead it from left to right: the weights are the same in every column, and no longer string was ever\n"
+        "shown to the model. Given more steps, it solves longer strings."
+    )
+
+
+def length_shown(bits: int) -> str:
+    return f"{bits} bits{', as trained' if bits == LENGTHS[0] else ''}"
+
+
+def prefix_sums(seed: int) -> dict[int, list[float]]:
+    """The share of strings that the preset prefix-tiny solves after its training: by length, at SOLVED_DEPTHS."""
+    from ..training import Stopped, configured, data, evaluate, restored
+    from ..training import train as train_preset
+
+    preset = configured("prefix-tiny", {"bits": LENGTHS[0], "seed": seed, "evaluate_every": 500})
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            train_preset(preset, None, Path(folder), device="cpu", quiet=True)
+        except Stopped as stopped:  # it was saved in a folder that is about to go
+            raise KeyboardInterrupt from stopped
+        trained = restored(Path(folder, "last.pt"), None, {"evaluation_batches": 4})
+    model: Any = trained.model
+    solved: dict[int, list[float]] = {bits: [] for bits in LENGTHS}
+    for bits, shares in solved.items():
+        for model.equilibrium.max_steps in SOLVED_DEPTHS:
+            shares.append(evaluate(model, data.PrefixSums(bits), "test", trained.preset.training).metric)
+    return solved
+
+
+def costs_by_depth(batch: tuple[Tensor, Tensor], seed: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Peak bytes by method, and what going back adds to the gradient's error by state, each at PLOTTED_DEPTHS."""
+
+    def by_depth(measurement: Callable[..., float], method: str, images: int = BATCH, **options: Any) -> list[float]:
         torch.manual_seed(seed)
-        model = Classifier(method, 1, beta)
+        model = Classifier(method, 1, **options)
         values = []
         for model.max_steps in PLOTTED_DEPTHS:
-            values.append(measurement(model, *batch))
+            values.append(measurement(model, batch[0][:images], batch[1][:images]))
         return values
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ReconstructionWarning)  # it would announce what the plot shows
         memory = {method: by_depth(step_memory, method) for method in METHODS}
-        errors = {beta: by_depth(gradient_error, "reversible", beta) for beta in PLOTTED_BETAS}
-    picture(memory, errors).savefig(out, dpi=120)
+        errors, exact = {}, []
+        for beta in PLOTTED_BETAS:
+            float64, integers = (
+                by_depth(gradient_error, "reversible", images=16, beta=beta, state=state)
+                for state in ("float64", "exact")
+            )
+            errors[f"float64 state, beta {beta}"] = float64
+            exact.append(integers)
+    errors["exact state, each beta"] = [max(values) for values in zip(*exact, strict=True)]
+    return memory, errors
 
 
-def picture(memory: dict[str, list[float]], errors: dict[float, list[float]]) -> "Figure":
-    """Peak bytes by method and errors of the gradient by beta, each at PLOTTED_DEPTHS."""
+def picture(memory: dict[str, list[float]], errors: dict[str, list[float]], solved: dict[int, list[float]]) -> "Figure":
+    """Peak bytes by method and errors of the gradient by state, each at PLOTTED_DEPTHS; solved strings by length."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(13, 4.4), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
     for method, peaks in memory.items():
         left.plot(PLOTTED_DEPTHS, [peak / 2**20 for peak in peaks], "o-", label=method)
-    left.set(yscale="log", ylabel="peak memory of a training step (MiB)")
+    left.set(title="Peak memory of an update", yscale="log", ylabel="MiB")
     left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     left.yaxis.set_major_formatter("{x:g}")
     left.yaxis.set_minor_formatter(NullFormatter())
+
     zero, highest, lost_somewhere = 1e-9, 1.0, False
-    for beta, values in errors.items():
+    for state, values in errors.items():
         shown = [min(max(e, zero), highest) for e in values]  # a NaN stays one, and is left out of the line
-        (line,) = right.plot(PLOTTED_DEPTHS, shown, "o-", label=f"beta = {beta}")
+        (line,) = middle.plot(PLOTTED_DEPTHS, shown, "o-", label=state)
         if lost := [n for n, e in zip(PLOTTED_DEPTHS, values, strict=True) if not e < highest]:
             # An empty line with clip_on=False has no place, for which the layout would give away all there is.
-            right.plot(lost, [highest] * len(lost), "x", color=line.get_color(), clip_on=False)
+            middle.plot(lost, [highest] * len(lost), "x", color=line.get_color(), clip_on=False)
             line.set_markevery([n not in lost for n in PLOTTED_DEPTHS])
             lost_somewhere = True
-    right.axhline(2.0**-24, color="grey", linestyle=":", label="rounding of float32")
+    middle.axhline(2.0**-24, color="grey", linestyle=":", label="rounding of float32")
     if lost_somewhere:
-        right.plot([], [], "x", color="black", label="1 or more, or not finite")
-    right.set(
+        middle.plot([], [], "x", color="black", label="1 or more, or not finite")
+    middle.set(
+        title="What going back adds to the gradient's error",
         yscale="log",
         ylim=(zero / 2, highest),
-        ylabel="relative error of the gradient by going back,\nreversible, worst parameter",
+        ylabel="relative, worst parameter",
     )
-    right.set_yticks([1, 1e-2, 1e-4, 1e-6, 1e-8, zero], ["1", *(f"$10^{{{k}}}$" for k in (-2, -4, -6, -8)), "0"])
-    right.yaxis.set_minor_locator(NullLocator())
-    for axes in (left, right):
+    middle.set_yticks([1, 1e-2, 1e-4, 1e-6, 1e-8, zero], ["1", *(f"$10^{{{k}}}$" for k in (-2, -4, -6, -8)), "0"])
+    middle.yaxis.set_minor_locator(NullLocator())
+
+    for bits, shares in solved.items():
+        right.plot(SOLVED_DEPTHS, shares, "o-", label=length_shown(bits))
+    right.set(title="Prefix sums: longer strings take more steps", ylabel="strings solved", ylim=(-0.03, 1.03))
+    right.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    for axes, depths in ((left, PLOTTED_DEPTHS), (middle, PLOTTED_DEPTHS), (right, SOLVED_DEPTHS)):
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xticks(depths, [str(n) for n in depths])
         axes.set_xlabel("steps N (2 N evaluations of f)")
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False, fontsize=8)
+        axes.set_title(axes.get_title(), fontsize=10)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False, fontsize=8)
         axes.grid(alpha=0.3)
     return figure

@@ -107,7 +107,7 @@ def software() -> Finding:
     from .. import __version__
 
     python, system = platform.python_version(), f"{platform.system()} {platform.machine()}"
-    text = f"{__version__} in {Path(__file__).parent}, torch {torch.__version__}, Python {python}, {system}"
+    text = f"{__version__} in {Path(__file__).parents[1]}, torch {torch.__version__}, Python {python}, {system}"
     numbers = {"revdeq": __version__, "torch": torch.__version__, "python": python, "system": system}
     return Finding(text, numbers=numbers)
 

@@ -1,15 +1,25 @@
 """`python -m revdeq.examples`: what there is, from the first line of each docstring. Nothing else of them is read."""
 
 import ast
-import pkgutil
+import json
 from pathlib import Path
 
 from . import EXTRAS, __path__
 
+FOLDER = Path(__path__[0])
+
+
+def first_line(path: Path) -> str:
+    """Of a program's docstring, or of the title of a notebook."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        title: str = json.loads(text)["cells"][0]["source"][0]
+        return f"A notebook: {title.strip('# ').strip()}."
+    return (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
+
+
 print("Programs to copy from. To run one: python -m revdeq.examples.NAME\n")
-for module in pkgutil.iter_modules(__path__):
-    text = Path(__path__[0], f"{module.name}.py").read_text(encoding="utf-8")
-    if module.name != "__main__":
-        print(f"  {module.name:15} {(ast.get_docstring(ast.parse(text)) or '').splitlines()[0]}")
+for path in sorted([*FOLDER.glob("[!_]*.py"), *FOLDER.glob("*.ipynb")]):
+    print(f"  {path.name if path.suffix == '.ipynb' else path.stem:19} {first_line(path)}")
 print(f"\nWhat they need: pip install 'revdeq[{','.join(sorted(EXTRAS.values()))}]'")
-print(f"Where they are: {__path__[0]}")
+print(f"Where they are: {FOLDER}")

@@ -4,8 +4,9 @@ form="paper" is as printed; form="authors" is as in the code that the paper's au
 language block with residual paths.
 """
 
+import inspect
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -144,6 +145,40 @@ class PreActivation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv1(F.relu(self.norm1(x)))
         return self.residual(x) + self.conv2(F.relu(self.norm2(h)))
+
+
+def made(block: Any, default: Callable[[], nn.Module], **sizes: int) -> nn.Module:
+    """The f of a model: that of `block`, which is called with the sizes in this order, or the model's own."""
+    if block is None:
+        return default()
+    call = f"block({', '.join(sizes)})"
+    if isinstance(block, str) or not callable(block):
+        raise TypeError(
+            f"block = {block!r} must be the class itself, or a function, that {call} makes a module f(z, x) of"
+        )
+    try:
+        inspect.signature(block).bind(*sizes.values())
+    except TypeError as error:
+        raise TypeError(
+            f"block = {name_of(block)} cannot be called as {call}: {error}; define __init__(self, {', '.join(sizes)})"
+        ) from error
+    f = block(*sizes.values())
+    if not isinstance(f, nn.Module):
+        raise TypeError(f"block = {name_of(block)} makes a {type(f).__name__}: {call} must make a torch.nn.Module")
+    try:
+        inspect.signature(f.forward).bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"block = {name_of(block)} makes an f that cannot be called as f(z, x): {error}; define forward(self, z, x)"
+        ) from error
+    return f
+
+
+def name_of(block: Any) -> str:
+    """ "module:Class", or what a function is called."""
+    if isinstance(block, str):
+        return block
+    return f"{block.__module__}:{block.__qualname__}" if hasattr(block, "__qualname__") else repr(block)
 
 
 def mlp(*sizes: int, approximate: str = "none") -> nn.Sequential:

@@ -13,6 +13,7 @@ from .._solver.layer import Last, RevDEQ
 from .._solver.options import NAMES, Options
 from ..baselines import checkpointed, stored_graph
 from .blocks import checked_size
+from .model import Model
 
 SOLVERS = ("reversible", "stored", "checkpointed", "torchdeq")
 OF_ALL = ("beta", "max_steps", "tol", "check")
@@ -152,7 +153,7 @@ def _checked_evaluations(evaluations: int | None, max_steps: int, solver: str) -
     return evaluations
 
 
-class EquilibriumModel(nn.Module):
+class EquilibriumModel(Model):
     """What the models with equilibria in them have in common."""
 
     @property
@@ -163,8 +164,12 @@ class EquilibriumModel(nn.Module):
     def last(self) -> Last | None:
         """What the last forward pass did: steps and nfe of all equilibria, and the largest residual of those that took
         more than a step (the first step from zero has a residual of 1)."""
-        lasts = [m.last for m in self.equilibria if m.last is not None]
-        if not lasts:
-            return None
-        residuals = [x.residual for x in lasts if x.steps > 1] or [x.residual for x in lasts]
-        return Last(sum(x.steps for x in lasts), sum(x.nfe for x in lasts), torch.stack(residuals).amax())
+        return last_of(self)
+
+
+def last_of(model: nn.Module) -> Last | None:
+    lasts = [m.last for m in model.modules() if isinstance(m, RevDEQ) and m.last is not None]
+    if not lasts:
+        return None
+    residuals = [x.residual for x in lasts if x.steps > 1] or [x.residual for x in lasts]
+    return Last(sum(x.steps for x in lasts), sum(x.nfe for x in lasts), torch.stack(residuals).amax())

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from .blocks import CausalAttention, PreActivation, checked_dropout, checked_size, mlp
 from .image import by_scale, checked_images
 from .language import Embedding, initialise
+from .model import Model
 from .puzzle import PuzzleBlock, checked_puzzles, classifier, encoder
 
 
-class ResNet(nn.Module):
+class ResNet(Model):
     """The pre-activation ResNet of He et al. (2016, "Identity mappings"): images (B, 3, H, W) to logits (B, classes).
 
     The defaults are ResNet-18.
@@ -71,7 +72,7 @@ class ResNet(nn.Module):
         return cls(scaled(widest), **settings)
 
 
-class Transformer(nn.Module):
+class Transformer(Model):
     """A pre-norm transformer as GPT-2: tokens (B, T) to logits (B, T, vocabulary), with a tied head.
 
     Args:
@@ -126,7 +127,7 @@ class Transformer(nn.Module):
         return cls(hidden=hidden, **settings)
 
 
-class PuzzleNet(nn.Module):
+class PuzzleNet(Model):
     """A `PuzzleModel` with a number of blocks, each with parameters of its own, in place of the equilibrium.
 
     Args:

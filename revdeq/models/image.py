@@ -1,6 +1,7 @@
 """The paper's image models. Replace f by a module f(z, x) of your own: SingleScale(block=MyBlock), where
 MyBlock(channels, width) makes it."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import FORMS, ConvBlock, PreActivation, checked_form, checked_size, group_norm
+from .blocks import FORMS, ConvBlock, PreActivation, checked_form, checked_size, group_norm, made
 from .equilibrium import Equilibrium, EquilibriumModel
 
 POOLED = 4
@@ -49,7 +50,7 @@ class SingleScale(EquilibriumModel):
     ) -> None:
         super().__init__()
         checked_size("channels", channels), checked_size("classes", classes), checked_form(form, FORMS)
-        f = block(channels, width) if block else ConvBlock(channels, width, form)
+        f = made(block, lambda: ConvBlock(channels, width, form), channels=channels, width=width)
         self.encode = nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), group_norm(channels))
         self.equilibrium = Equilibrium(f, max_steps=max_steps, beta=beta, **options)
         self.classify = nn.Linear(POOLED**2 * channels, classes)
@@ -109,7 +110,7 @@ class MultiScale(EquilibriumModel):
         )
         self.scales, self.downsample = nn.ModuleList(), nn.ModuleList()
         for c, width, n, limit in zip(channels, widths, max_steps, limits, strict=True):
-            f = block(c, width) if block else ConvBlock(c, width, form)
+            f = made(block, functools.partial(ConvBlock, c, width, form), channels=c, width=width)
             self.scales.append(Equilibrium(f, max_steps=n, beta=beta, evaluations=limit, **options))
         for c, following in itertools.pairwise(channels):
             self.downsample.append(PreActivation(c, following, stride=2))

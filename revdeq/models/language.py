@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import LANGUAGE_FORMS, TransformerBlock, checked_form, checked_size
+from .blocks import LANGUAGE_FORMS, TransformerBlock, checked_form, checked_size, made
 from .equilibrium import Equilibrium, EquilibriumModel
 
 INITIAL_DEVIATION = 0.02 * math.sqrt(1024)
@@ -59,7 +59,7 @@ class LanguageModel(EquilibriumModel):
         super().__init__()
         checked_form(form, LANGUAGE_FORMS)
         self.embed = Embedding(vocabulary, d, length)
-        f = block(d) if block else TransformerBlock(d, heads, dropout, wide_heads, form)
+        f = made(block, lambda: TransformerBlock(d, heads, dropout, wide_heads, form), d=d)
         self.equilibrium = Equilibrium(f, max_steps=max_steps, beta=beta, **options)
         initialise(self.embed)
         if block is None:

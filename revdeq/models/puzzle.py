@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import checked_size
+from .blocks import checked_size, made
 from .equilibrium import Equilibrium, EquilibriumModel
 
 CONVOLUTIONS: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d}
@@ -93,7 +93,7 @@ class PuzzleModel(EquilibriumModel):
             raise ValueError(f"noise = {noise!r} must be a number of at least 0, of which z is about 1; 0 is none")
         self.noise = noise
         self.encode = encoder(features, dimensions, channels)
-        f = block(channels, dimensions) if block else PuzzleBlock(channels, dimensions)
+        f = made(block, lambda: PuzzleBlock(channels, dimensions), channels=channels, dimensions=dimensions)
         self.equilibrium = Equilibrium(f, max_steps=max_steps, beta=beta, **options)
         self.classify = classifier(channels, classes)
 
@@ -103,7 +103,7 @@ class PuzzleModel(EquilibriumModel):
         if self.training and self.noise:
             z0 = self.noise * torch.randn(x.shape, device=x.device)
             z0[1::2] = 0
-        return self.classify(self.equilibrium(x, z0).movedim(1, -1))
+        return self.classify(self.equilibrium(x, z0=z0).movedim(1, -1))
 
 
 def encoder(features: int, dimensions: int, channels: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Training of the paper's models, and of small ones: what `python -m revdeq train`, `evaluate` and `generate` call.
+"""Training of the paper's models, of small ones, and of yours: what `revdeq.train` and the command line call.
 
 It needs what `pip install 'revdeq[train]'` installs.
 """
@@ -8,6 +8,7 @@ from typing import Any as _Any
 
 _PLACES = {
     "checkpoint": ("CheckpointError",),
+    "log": ("TensorBoard",),
     "presets": ("PRESETS", "Preset", "SettingError", "Training", "configured"),
     "run": ("Diverged", "Score", "Stopped", "Trained", "evaluate", "restored", "train"),
 }
@@ -21,19 +22,20 @@ __all__ = [
     "Score",
     "SettingError",
     "Stopped",
+    "TensorBoard",
     "Trained",
     "Training",
+    "classify",
     "configured",
     "data",
     "evaluate",
     "generate",
     "restored",
-    "train",
 ]
 
 
 def __getattr__(name: str) -> _Any:
-    if name in ("data", "generate"):
+    if name in ("classify", "data", "generate"):
         return _importlib.import_module(f".{name}", __name__)
     for module, names in _PLACES.items():
         if name in names:

@@ -1,5 +1,6 @@
 """Checkpoints: tensors and plain values, written whole or not at all, loaded without running anything in them."""
 
+import json
 import pickle
 import random
 import zipfile
@@ -13,6 +14,7 @@ from torch import nn
 
 from .. import _device
 from .._atomic import replacing
+from ..models.model import DATA
 
 FORMAT = "revdeq 1"
 
@@ -39,8 +41,13 @@ def cannot_write(path: Path, error: OSError) -> str:
 
 
 def load(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds, or the best one in the folder of a run, or what `save_pretrained` wrote."""
     if path.is_dir():
-        raise CheckpointError(f"{path} is a folder: name the checkpoint in it, {path / 'best.pt'} for example")
+        names = ("best.pt", "last.pt", "model.safetensors")
+        file = next((path / name for name in names if (path / name).is_file()), None)
+        if file is None:
+            raise CheckpointError(f"there is no trained model in {path}: none of {', '.join(names)}")
+        return load(file) if file.suffix == ".pt" else _pretrained(path)
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}: a run folder has last.pt and best.pt")
     try:
@@ -53,6 +60,24 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of `python -m revdeq train` (format {FORMAT!r})")
     return state
+
+
+def _pretrained(folder: Path) -> dict[str, Any]:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise CheckpointError(f"{folder} needs safetensors to be read: pip install 'revdeq[hub]'") from error
+    try:
+        trained = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("trained")
+        if trained is None:
+            raise CheckpointError(
+                f"{folder} is of a model that was saved without its training: read it with from_pretrained of its class"
+            )
+        kept = {"data": load_file(folder / DATA)} if "data" in trained else {}
+        return {"metric": "", "folder": None, **trained, **kept, "model": load_file(folder / "model.safetensors")}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} cannot be read as a model that save_pretrained wrote: {error}") from error
 
 
 def load_weights(model: nn.Module, path: Path, state: Mapping[str, Any]) -> None:

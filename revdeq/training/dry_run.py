@@ -17,7 +17,7 @@ from ..models import count_parameters
 from ..models.equilibrium import Equilibrium
 from . import data
 from .presets import Preset
-from .run import cross_entropy
+from .run import loss_of
 
 OPTIMISER_BYTES = 16
 """Per parameter: itself, its gradient, and AdamW's two moments, in float32."""
@@ -80,12 +80,13 @@ def predicted(preset: Preset) -> Prediction:
 def report(preset: Preset) -> str:
     """A table for people."""
     training, found = preset.training, predicted(preset)
-    batch, gigabytes = training.batch, found.memory(training.batch) / 1e9
+    batch, part = training.batch, math.ceil(training.batch / training.accumulate)
+    gigabytes = found.memory(part) / 1e9
     quoted = f" ({preset.quoted} quoted)" if preset.quoted else ""
     precision = training.autocast or "float32"
     operations = batch * found.one.operations / 1e12
     fixed, activations, states = (
-        f"{n / 1e9:.3g}" for n in (found.fixed, batch * found.one.activations, batch * found.one.states)
+        f"{n / 1e9:.3g}" for n in (found.fixed, part * found.one.activations, part * found.one.states)
     )
     lines = [
         f"{preset.name}: {found.parameters:,} parameters{quoted}. Predicted, not measured:",
@@ -97,7 +98,7 @@ def report(preset: Preset) -> str:
     ]
     for gpu in GPUS:
         largest, seconds = found.largest_batch(gpu), found.seconds(batch, gpu, training.autocast)
-        fits = "fit" if largest >= batch else f"need {math.ceil(gigabytes / gpu.memory)} GPUs"
+        fits = "fit" if largest >= part else f"need {math.ceil(gigabytes / gpu.memory)} GPUs"
         lines.append(f"  {f'{gpu.name}, {gpu.memory} GB':18}{largest:>14,}{fits:>16}{seconds:>12.3g} s")
     return "\n".join(lines)
 
@@ -126,7 +127,7 @@ def _counted(model: nn.Module, inputs: Tensor, targets: Tensor) -> Count:
     with _replaced(once), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         with FlopCounterMode(display=False) as counter:
             logits = model(inputs)
-            cross_entropy(logits, targets)
+            loss_of(logits, targets)
     activations = sum(x.untyped_storage().nbytes() for x in saved.values())
     # The largest tensor beside them is the gradient of the logits.
     return Count(3 * counter.get_total_flops() + repeated, activations + 4 * logits.numel(), states)

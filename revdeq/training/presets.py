@@ -7,6 +7,7 @@ the model, one of the data set, or a field of `Training`.
 import ast
 import dataclasses
 import difflib
+import importlib
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, get_type_hints
 from torch import nn
 
 from ..models import MODELS
+from ..models.blocks import name_of
 from ..models.equilibrium import OPTIONS
 
 SCHEDULES = ("plateau", "cosine", "constant")
@@ -35,6 +37,8 @@ class Training:
         epochs: At most so many passes through the data.
         updates: At most so many updates of the parameters; None is as many as the epochs have.
         batch: The number of examples (images or sequences) per update, of all processes together.
+        accumulate: In how many parts a process takes its share of the batch, one after the other, to save memory. The
+            gradient is that of the whole batch, unless the model has a BatchNorm, which sees one part at a time.
         lr: The learning rate of AdamW, where the schedule begins (plateau) or at its peak (cosine).
         weight_decay: Of AdamW.
         schedule: "plateau" halves lr when the mean loss of 200 updates has not improved 10 times running, and ends the
@@ -46,7 +50,7 @@ class Training:
         compile: Whether to compile f.
         seed: Of the initial parameters, of the order of the data, its augmentation, and of dropout.
         evaluation_batches: Evaluate on the first so many batches of a split, to save time; None is all of it.
-        log_every: The number of updates between lines of metrics.
+        log_every: The number of updates between lines of metrics, and of those whose losses each line averages.
         evaluate_every: The number of updates between evaluations; None is an epoch.
         save_every: The number of updates between checkpoints; there is one after every evaluation, too.
         tune_every: The number of updates after which beta and gamma are chosen anew, by `revdeq.tune` for the next
@@ -63,6 +67,7 @@ class Training:
     epochs: int = 100
     updates: int | None = None
     batch: int = 64
+    accumulate: int = 1
     lr: float = 1e-3
     weight_decay: float = 1e-4
     schedule: str = "plateau"
@@ -88,6 +93,7 @@ class Training:
             "epochs",
             "updates",
             "batch",
+            "accumulate",
             "lr",
             "clip",
             "evaluation_batches",
@@ -118,7 +124,8 @@ class Preset:
         data: A name in `revdeq.training.data.DATASETS`.
         model: A name in `revdeq.models.MODELS`.
         settings: Keywords of the model and of the data set; one that both have goes to both. max_steps may be a range:
-            with (5, 20), each update draws the number of its steps, and evaluations take 20.
+            with (5, 20), each update draws the number of its steps, and evaluations take 20. block is a class, or
+            "module:Class", that makes the f of the model.
         training: How to train it.
         quoted: The number of parameters that the paper states.
 
@@ -143,6 +150,8 @@ class Preset:
             Plain values by name.
         """
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in self.settings.items()}
+        if plain.get("block") is not None:
+            plain["block"] = name_of(plain["block"])
         return {**dataclasses.asdict(self), "settings": plain}
 
     @classmethod
@@ -162,7 +171,8 @@ class Preset:
             elif training["vocabulary"] != "full":
                 settings["vocabulary"] = training["vocabulary"]
             del training["vocabulary"]
-        return cls(**{**saved, "settings": settings, "training": Training(**training)})
+        own = {field.name: saved[field.name] for field in dataclasses.fields(cls) if field.name in saved}
+        return cls(**{**own, "settings": settings, "training": Training(**training)})
 
     def flat(self) -> dict[str, Any]:
         """All settings, of the model, the data set and the training, in one dict.
@@ -191,7 +201,7 @@ class Preset:
         """The preset with some of its settings changed.
 
         Args:
-            changes: Settings of the model, of the data set or of the training, by name; or "model".
+            changes: Settings of the model, of the data set or of the training, by name; "block" and "model" too.
 
         Returns:
             Another preset.
@@ -239,6 +249,8 @@ class Preset:
         own = {key: value for key, value in self.settings.items() if key in known}
         if self.range_of_steps is not None:
             own["max_steps"] = self.range_of_steps[1]
+        if isinstance(own.get("block"), str):
+            own["block"] = imported(own["block"])
         try:
             return MODELS[self.model](**{**own, **shapes})
         except (TypeError, ValueError, ImportError) as error:
@@ -360,7 +372,25 @@ def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
 def keywords(model: str) -> set[str]:
     """Of the model's constructor, those that can be written down."""
     parameters = {*inspect.signature(MODELS[model]).parameters}
-    return (parameters | (OPTIONS if "options" in parameters else set())) - {"block", "classes", "options"}
+    return (parameters | (OPTIONS if "options" in parameters else set())) - {"classes", "options"}
+
+
+def imported(name: str) -> Any:
+    """What "module:Class" names. It runs the module: only a name that the user gave, or trusts, comes here."""
+    module, colon, path = name.partition(":")
+    if not colon or not module or not path:
+        raise SettingError(
+            f"block={name!r}: it must be module:Class, mine:Block for class Block in mine.py, for example"
+        )
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise SettingError(
+            f"block={name!r} cannot be imported: {error}. Run from the folder that holds {module}.py, or install it"
+        ) from error
+    return found
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

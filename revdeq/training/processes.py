@@ -44,6 +44,11 @@ class Processes:
             return model
         return nn.parallel.DistributedDataParallel(model, None if self.device.type == "cpu" else [self.device])
 
+    def apart(self, model: nn.Module, more: bool) -> contextlib.AbstractContextManager[None]:
+        """Whether processes leave their gradients apart for now, because there are more to be added to them."""
+        wrapped: Any = model
+        return wrapped.no_sync() if more and self.size > 1 else contextlib.nullcontext()
+
     def share(self, batch: Tensor) -> Tensor:
         return batch.chunk(self.size)[self.rank]
 

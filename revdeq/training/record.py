@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,12 +17,12 @@ COLUMNS = (
     "update",
     "epoch",
     "lr",
-    "loss",  # mean of the training loss since the row before
+    "loss",  # mean of the training loss of the last log_every updates
     "evaluation_loss",
     "metric",
     "evaluations",  # of f, per example
     "residual",
-    "per_second",  # images or tokens
+    "per_second",  # images or tokens, without the time of evaluations
     "peak_memory_mib",
     "seconds",
 )
@@ -41,6 +42,18 @@ def make_folder(out: Path) -> None:
 
 def write_config(out: Path, config: Mapping[str, Any]) -> None:
     _write(out / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def read_config(out: Path) -> dict[str, Any] | None:
+    """What `write_config` wrote, if there is one."""
+    path = out / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; name the preset and its settings again") from error
+    return config
 
 
 def write_metrics(out: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -103,10 +116,12 @@ class Progress:
         self.total, self.unit, self.metric, self.quiet = total, unit, metric, quiet
         self.terminal = sys.stderr.isatty() and not quiet
         self.bar = tqdm(total=total, initial=done, unit="update", dynamic_ncols=True, disable=not self.terminal)
-        self.said = time.monotonic()
+        self.said = self.began = time.monotonic()
+        self.done = self.before = done
         self.evaluated = ""
 
     def advance(self) -> None:
+        self.done += 1
         self.bar.update()
 
     def show(self, row: Mapping[str, Any]) -> None:
@@ -120,8 +135,17 @@ class Progress:
         if self.terminal:
             self.bar.set_postfix_str(text)
         elif not self.quiet and (row["metric"] != "" or time.monotonic() - self.said > QUIET_SECONDS):
-            print(f"update {row['update']:,} of {self.total:,}: {text}", flush=True)
+            print(f"update {row['update']:,} of {self.total:,}: {text}{self._left()}", flush=True)
             self.said = time.monotonic()
+
+    def _left(self) -> str:
+        """For how long, at the pace so far, with evaluations."""
+        if self.done in (self.before, self.total):
+            return ""
+        pace = (time.monotonic() - self.began) / (self.done - self.before)
+        minutes, seconds = divmod(math.ceil(pace * (self.total - self.done)), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f", {hours} h {minutes} min left" if hours else f", {minutes} min {seconds} s left"
 
     def say(self, text: str) -> None:
         if self.terminal:

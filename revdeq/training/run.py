@@ -1,9 +1,11 @@
-"""Training of a preset: `python -m revdeq train`.
+"""Training of a preset, `python -m revdeq train`, or of a model of one's own, `revdeq.train`.
 
 The batch of an update is a function of the seed and the update's number, and of nothing else; so a run goes on from
 its last checkpoint as if nothing had happened, bit for bit on the CPU with the same number of threads.
 """
 
+import copy
+import dataclasses
 import itertools
 import math
 import random
@@ -11,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -25,16 +27,22 @@ from torch.optim import lr_scheduler
 from .. import _device
 from .._solver.layer import RevDEQ, tune_layers
 from ..models import count_parameters
-from . import checkpoint, data, record
+from ..models.blocks import name_of
+from ..models.equilibrium import last_of
+from . import checkpoint, record
+from . import data as datasets
 from .checkpoint import CheckpointError
 from .data import DataSet
 from .data.dataset import Batch
-from .presets import Preset, SettingError, Training
+from .presets import Preset, SettingError, Training, configured, nearest
 from .processes import Processes
+from .restore import described, loaded
 
 PLATEAU_WINDOW = 200
 PLATEAU_PATIENCE = 10
 SMALLEST_LR = 1e-6
+LENGTH = ("epochs", "updates")
+"""Settings that may be others when a run goes on."""
 
 
 class Diverged(ArithmeticError):
@@ -71,25 +79,38 @@ class Score(NamedTuple):
     residual: float | None
 
 
+Callback = Callable[[dict[str, Any]], object]
+
+
 def train(
-    preset: Preset,
-    folder: Path | None,
-    out: Path,
+    model: nn.Module | Preset | str,
+    data: Any,
+    out: str | Path,
     resume: bool = False,
     device: str | None = None,
     quiet: bool = False,
+    callback: Callback | None = None,
+    **settings: Any,
 ) -> list[dict[str, Any]]:
-    """Train a preset. It leaves config.json, metrics.csv, metrics.png, last.pt and best.pt in a folder.
+    """Train a model of your own, or a preset. It leaves config.json, metrics.csv, metrics.png, last.pt and best.pt in
+    a folder.
 
-    Under torchrun every process calls it, and trains on its share of each batch.
+    A model of your own is trained in place. It maps a batch of inputs to logits, with the classes last, where targets
+    are integers, and the loss is the cross-entropy; or to numbers shaped like the targets, and the loss is the mean
+    squared error. Under torchrun every process calls it, and trains on its share of each batch.
 
     Args:
-        preset: What to train, and how.
-        folder: Where the files of the data set are; None, if it has none.
+        model: A module, or what `configured` returns, or the name of a preset.
+        data: For a module: a pair of tensors, inputs and targets; a `torch.utils.data.Dataset` of such pairs; or any
+            `revdeq.training.data.DataSet`, such as `Examples`. For a preset: the folder with the files of its data
+            set, or None, if it has none.
         out: The folder of the run.
-        resume: Whether to continue from `last.pt` in that folder, if it is there.
+        resume: Whether to continue from `last.pt` in that folder, if it is there. The settings must be those of the
+            run; only `epochs` and `updates` may be others.
         device: Such as "cpu" or "cuda:1". None is a GPU, if there is one.
         quiet: Whether to print nothing.
+        callback: It is called with every row of metrics.csv, a dict: `TensorBoard(out)`, or a function of yours.
+        settings: The fields of `Training`, by name; of a preset, any of its settings.
 
     Returns:
         The rows of metrics.csv.
@@ -97,29 +118,53 @@ def train(
     Raises:
         CheckpointError: There is a run in that folder already, or something cannot be written or read.
         DataError: The data set cannot be found or read.
-        SettingError: The settings do not go together.
+        SettingError: The settings do not go together, or the model does not fit the data.
         Diverged: The loss is NaN or infinite.
         Stopped: A signal ended the training.
 
     Example:
-        >>> preset = revdeq.training.configured("prefix-tiny", {"updates": 2, "channels": 4, "evaluation_batches": 1})
-        >>> rows = revdeq.training.train(preset, None, Path("runs/prefix"), device="cpu", quiet=True)
+        >>> model = nn.Sequential(nn.Linear(2, 8), revdeq.RevDEQ(Block(8)), nn.Linear(8, 2))
+        >>> points = torch.randn(200, 2)
+        >>> inside = (points.norm(dim=1) < 1).long()
+        >>> rows = revdeq.train(model, (points, inside), "runs/circle", device="cpu", quiet=True, epochs=2)
         >>> rows[-1]["update"]
-        2
+        4
     """
     processes = Processes(device)
-    with processes.connected():
-        return _train(preset, folder, out, resume, processes, quiet)  # nothing of it is left when they part
+    with processes.connected():  # nothing of it is left when they part
+        if isinstance(model, nn.Module):
+            own, preset = model, Preset(type(model).__name__, "", type(model).__name__, {}, _training(settings))
+            return _train(own, preset, data, None, Path(out), resume, processes, quiet, callback)
+        preset = configured(model, settings) if isinstance(model, str) else model.changed(settings)
+        folder = None if data is None else Path(data)
+        return _train(None, preset, None, folder, Path(out), resume, processes, quiet, callback)
+
+
+def _training(settings: Mapping[str, Any]) -> Training:
+    known = [field.name for field in dataclasses.fields(Training)]
+    for name in settings:
+        if name not in known:
+            raise SettingError(f"there is no setting {name!r}{nearest(name, known)}: there are {', '.join(known)}")
+    return Training(**settings)
 
 
 def _train(
-    preset: Preset, folder: Path | None, out: Path, resume: bool, processes: Processes, quiet: bool
+    model: nn.Module | None,
+    preset: Preset,
+    examples: Any,
+    folder: Path | None,
+    out: Path,
+    resume: bool,
+    processes: Processes,
+    quiet: bool,
+    callback: Callback | None,
 ) -> list[dict[str, Any]]:
     last = out / "last.pt"
     saved = _saved(last, preset, resume)
     with processes.first_alone():
-        dataset = data.load(preset.data, folder, preset.settings)
-    run = Run(preset, dataset.to(processes.device), processes, folder, out, quiet or not processes.first)
+        dataset = datasets.load(preset.data, folder, preset.settings) if model is None else datasets.of(examples)
+    quiet = quiet or not processes.first
+    run = Run(preset, dataset.to(processes.device), processes, folder, out, quiet, model, callback)
     if processes.first:
         record.make_folder(out)
     if saved is not None:
@@ -150,13 +195,16 @@ class Trained(NamedTuple):
 
 
 def restored(
-    path: Path, folder: Path | None, changes: Mapping[str, Any] | None = None, device: str | torch.device = "cpu"
+    path: Path,
+    folder: Path | None = None,
+    changes: Mapping[str, Any] | None = None,
+    device: str | torch.device = "cpu",
 ) -> Trained:
     """The model in a checkpoint, and the data that it was trained on.
 
     Args:
-        path: Of the checkpoint: best.pt or last.pt in the folder of a run.
-        folder: Where the files of the data set are; None, if it has none.
+        path: The folder of a run, or one that `save_pretrained` wrote, or a checkpoint.
+        folder: Where the files of the data set are. None is where the training found them.
         changes: Settings to differ from those of the training, max_steps for example.
         device: Where to put the model and the data.
 
@@ -168,18 +216,18 @@ def restored(
         SettingError: There is no such setting.
 
     Example:
-        >>> preset = revdeq.training.configured("prefix-tiny", {"updates": 2, "channels": 4, "evaluation_batches": 1})
-        >>> rows = revdeq.training.train(preset, None, Path("runs/prefix"), device="cpu", quiet=True)
-        >>> trained = revdeq.training.restored(Path("runs/prefix/best.pt"), None, {"max_steps": 40})
+        >>> small = {"updates": 2, "channels": 4, "evaluation_batches": 1}
+        >>> rows = revdeq.train("prefix-tiny", None, "runs/prefix", device="cpu", quiet=True, **small)
+        >>> trained = revdeq.training.restored(Path("runs/prefix"), changes={"max_steps": 40})
         >>> trained.model.equilibrium.max_steps
         40
     """
     saved = checkpoint.load(path)
-    preset = Preset.from_dict(saved["preset"]).changed(changes or {})
-    dataset = data.load(preset.data, folder, preset.settings, saved.get("data", saved.get("vocabulary")))
-    model = preset.build(**dataset.shapes)
-    checkpoint.load_weights(model, path, saved)
-    return Trained(preset, dataset.to(torch.device(device)), model.to(device), saved["update"], saved)
+    preset = described(path, Preset.from_dict(saved["preset"]), changes or {})
+    folder = folder or (Path(saved["folder"]) if saved["folder"] else None)
+    dataset = datasets.load(preset.data, folder, preset.settings, saved.get("data", saved.get("vocabulary")))
+    model = loaded(path, None, changes, device, dataset.shapes).model
+    return Trained(preset, dataset.to(torch.device(device)), model, saved["update"], saved)
 
 
 def _saved(last: Path, preset: Preset, resume: bool) -> dict[str, Any] | None:
@@ -193,8 +241,7 @@ def _saved(last: Path, preset: Preset, resume: bool) -> dict[str, Any] | None:
             f"{last} has weights only, as best.pt does: there is nothing to continue from; choose another --out"
         )
     before, now = Preset.from_dict(saved["preset"]).flat(), preset.flat()
-    if before != now:
-        keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    if keys := [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in LENGTH]:
         changes = ", ".join(f"{key}={before.get(key)} (asked for: {now.get(key)})" for key in keys)
         raise CheckpointError(f"{last} is of another run, with {changes}: repeat its settings, or choose another --out")
     return saved
@@ -204,23 +251,40 @@ class Run:
     """A training in progress: all that a checkpoint holds, and how to make an update."""
 
     def __init__(
-        self, preset: Preset, dataset: DataSet, processes: Processes, folder: Path | None, out: Path, quiet: bool
+        self,
+        preset: Preset,
+        dataset: DataSet,
+        processes: Processes,
+        folder: Path | None,
+        out: Path,
+        quiet: bool,
+        model: nn.Module | None = None,
+        callback: Callback | None = None,
     ) -> None:
+        self.callback = callback
         self.preset, self.training, self.dataset, self.processes = preset, preset.training, dataset, processes
         self.folder, self.out, self.quiet = None if folder is None else str(folder.resolve()), out, quiet
         training = self.training
         if training.batch % processes.size:
             raise SettingError(f"batch={training.batch}: it must be a multiple of the {processes.size} processes")
+        if training.batch // processes.size % training.accumulate:
+            raise SettingError(
+                f"accumulate={training.accumulate}: the {training.batch // processes.size} examples of a process must "
+                "be a multiple of it"
+            )
         if training.batch > dataset.size:
             raise SettingError(f"batch={training.batch}: it must not be larger than the training data, {dataset.size}")
         self.batches = dataset.size // training.batch
         self.total = min(training.epochs * self.batches, training.updates or sys.maxsize)
 
         torch.manual_seed(training.seed)
-        model = preset.build(**dataset.shapes)
+        of_others = model is not None or preset.settings.get("block") is not None
+        model = model if model is not None else preset.build(**dataset.shapes)
         if processes.size > 1 and processes.device.type != "cpu":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self.model = model.to(processes.device)
+        if of_others:
+            self._try_out()
         self.parameters = count_parameters(self.model)
         if training.compile:
             _compile_f(self.model)
@@ -230,7 +294,8 @@ class Run:
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=training.autocast == "float16")
 
         self.update, self.seconds = 0, 0.0
-        self.losses: list[Tensor] = []  # since the last row
+        self.losses: list[Tensor] = []  # since the last row, and log_every before it
+        self.fresh = 0  # how many of them came after the last row
         self.window: list[float] = []  # since the plateau was last looked at
         self.rows: list[dict[str, Any]] = []
         self.best: float | None = None
@@ -258,7 +323,7 @@ class Run:
                 at = f"continuing at update {self.update:,}" if self.update else "no checkpoint yet: from the beginning"
                 progress.say(at)
         start = time.perf_counter() - self.seconds
-        since, done = time.perf_counter(), self.update
+        since, done = time.perf_counter(), self.update  # of the updates since the last row
         try:
             with _signals(self):
                 while self.update < self.total and not self._settled():
@@ -266,20 +331,23 @@ class Run:
                         self.losses.append(self._step())
                     except (FloatingPointError, OverflowError) as error:  # of the solver, which looks sooner
                         raise self._diverged(self.update + 1, str(error)) from error
-                    self.update += 1
+                    self.update, self.fresh = self.update + 1, self.fresh + 1
                     progress.advance()
                     due = self._due()
+                    save = due == "evaluate" or self.update % self.training.save_every == 0
+                    losses = self._losses() if due or save else []  # which waits for the device
+                    paused = time.perf_counter()  # the speed is that of updates, without what follows
                     if due:
-                        row = self._row(scored=due == "evaluate")
-                        now = time.perf_counter()
-                        self.seconds = row["seconds"] = now - start
-                        row["per_second"] = (self.update - done) * self._examples() / (now - since)
-                        since, done = now, self.update
+                        row = self._row(losses, scored=due == "evaluate")
+                        row["per_second"] = (self.update - done) * self._examples() / (paused - since)
+                        self.seconds = row["seconds"] = time.perf_counter() - start
                         self._keep(row, progress)
+                        since, done = paused, self.update
                     stop = self.processes.largest(self.signal)
-                    if stop or due == "evaluate" or self.update % self.training.save_every == 0:
+                    if save or stop:
                         self.seconds = time.perf_counter() - start
                         self._save()
+                    since += time.perf_counter() - paused
                     if stop:
                         name = signal.Signals(stop).name
                         raise Stopped(f"{name}: saved at update {self.update:,}, continue with --resume", stop)
@@ -291,17 +359,21 @@ class Run:
 
     def _step(self) -> Tensor:
         """One update of the parameters; its loss, of this process."""
-        inputs, targets = (self.processes.share(part) for part in self._batch()[:2])
+        count = self.training.accumulate
+        inputs, targets = (self.processes.share(part).chunk(count) for part in self._batch()[:2])
         self._take_steps()
         self.parallel.train()
         if self.training.tune_every is not None and self.update % self.training.tune_every == 0:
-            self._tune(inputs)
-        device = self.processes.device.type
-        with torch.autocast(device, **_autocast(self.training.autocast)):
-            logits = self.parallel(inputs)
-        loss = cross_entropy(logits, targets)
+            self._tune(inputs[0])
         self.optimizer.zero_grad()
-        self.scaler.scale(loss).backward()
+        losses = []
+        for i in range(count):
+            with self.processes.apart(self.parallel, i + 1 < count):
+                with torch.autocast(self.processes.device.type, **_autocast(self.training.autocast)):
+                    outputs = self.parallel(inputs[i])
+                losses.append(loss_of(outputs, targets[i]) / count)
+                self.scaler.scale(losses[-1]).backward()
+        loss = torch.stack(losses).detach().sum()
         if self.training.clip is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.training.clip)
@@ -309,7 +381,33 @@ class Run:
         self.scaler.update()
         if self.schedule is not None and not isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau):
             self.schedule.step()
-        return loss.detach()
+        return loss
+
+    def _try_out(self) -> None:
+        """What is wrong with a model or a block of one's own is said now, of two examples, and not in the middle."""
+        generators = checkpoint.generators(self.processes.device)
+        batch = self.dataset.order(_generator(self.training.seed, "order", 0))[: self.training.batch]
+        inputs, targets, _ = self.dataset.batch(batch, _generator(self.training.seed, "augmentation", 0))
+        classes = targets
+        inputs, targets = inputs[:2], targets[:2]
+        model = copy.deepcopy(self.model).train()
+        block = self.preset.settings.get("block")
+        what = f"model={type(model).__name__}" if block is None else f"block={name_of(block)}"
+        try:
+            with torch.autocast(self.processes.device.type, **_autocast(self.training.autocast)):
+                outputs = model(inputs)
+            wrong = _misfit(outputs, targets) or _out_of_range(outputs, classes)
+            if not wrong:
+                loss_of(outputs, targets).backward()
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            wrong = f"{type(error).__name__}: {error}"
+        finally:
+            checkpoint.restore_generators(generators, self.processes.device)
+        if wrong:
+            raise SettingError(
+                f"{what} cannot be trained on this data, inputs of shape {tuple(inputs.shape)}, tried with two "
+                f"examples: {wrong}"
+            )
 
     def _tune(self, inputs: Tensor) -> None:
         """All processes take what the first one finds for its share of the batch."""
@@ -344,21 +442,22 @@ class Run:
             return "evaluate"
         return "log" if self.update % self.training.log_every == 0 else ""
 
-    def _row(self, scored: bool) -> dict[str, Any]:
-        losses = self._losses()
+    def _row(self, losses: list[float], scored: bool) -> dict[str, Any]:
         row: dict[str, Any] = dict.fromkeys(record.COLUMNS, "")
         row.update(update=self.update, epoch=self.update / self.batches, lr=self.optimizer.param_groups[0]["lr"])
-        row["loss"] = math.fsum(losses) / len(losses)
-        last: Any = self.model.last
+        # As many updates in every row, wherever evaluations fall; in the first rows there may be fewer.
+        window = losses[-self.training.log_every :]
+        row["loss"] = math.fsum(window) / len(window)
+        last = last_of(self.model)
         if last is not None:
             row.update(evaluations=last.nfe, residual=float(last.residual))
         row["peak_memory_mib"] = peak_memory(self.processes.device) / 2**20
-        self.losses = []
         if isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau):
-            self.window += losses
+            self.window += losses[len(losses) - self.fresh :]
             while len(self.window) >= PLATEAU_WINDOW:
                 self.schedule.step(math.fsum(self.window[:PLATEAU_WINDOW]) / PLATEAU_WINDOW)
                 del self.window[:PLATEAU_WINDOW]
+        self.losses, self.fresh = self.losses[-self.training.log_every :], 0
         if scored:
             self.processes.same_buffers(self.model)
             self._take_steps(most=True)
@@ -367,7 +466,7 @@ class Run:
         return row
 
     def _losses(self) -> list[float]:
-        """Those since the last row, of all processes; none of them may be infinite or NaN."""
+        """The mean over all processes of each of `self.losses`; none of them may be infinite or NaN."""
         mean = self.processes.total(torch.stack(self.losses)) / self.processes.size
         losses: list[float] = mean.tolist()
         for i, loss in enumerate(losses):
@@ -388,6 +487,8 @@ class Run:
             return
         record.append_metrics(self.out, row)
         progress.show(row)
+        if self.callback is not None:
+            self.callback(dict(row))
         if row["metric"] == "":
             return
         better = self.best is None or (row["metric"] > self.best) == self.dataset.metric.higher_is_better
@@ -408,6 +509,9 @@ class Run:
             "preset": self.preset.to_dict(),
             "update": self.update,
             "metric": self.rows[-1]["metric"] if self.rows else "",
+            "metric_name": self.dataset.metric.name,
+            "split": self.dataset.validation,
+            "shapes": self.dataset.shapes,
             "folder": self.folder,
             "data": self.dataset.saved(),
             "model": self.model.state_dict(),
@@ -425,6 +529,7 @@ class Run:
             "scaler": self.scaler.state_dict(),
             "generators": generators,
             "losses": losses,
+            "fresh": self.fresh,
             "window": self.window,
             "rows": self.rows,
             "best": self.best,
@@ -435,18 +540,58 @@ class Run:
     def load(self, saved: Mapping[str, Any], path: Path) -> None:
         checkpoint.load_weights(self.model, path, saved)
         self.optimizer.load_state_dict(saved["optimizer"])
-        if self.schedule is not None:
-            self.schedule.load_state_dict(saved["schedule"])
-        self.scaler.load_state_dict(saved["scaler"])
         self.update, self.seconds, self.best = saved["update"], saved["seconds"], saved["best"]
+        if self.schedule is not None:
+            self._go_on_with_schedule(saved)
+        self.scaler.load_state_dict(saved["scaler"])
         self.losses = [torch.tensor(loss, device=self.processes.device) for loss in saved["losses"]]
+        self.fresh = saved.get("fresh", len(self.losses))
         self.window, self.rows = list(saved["window"]), list(saved["rows"])
         if self.processes.size == len(saved["generators"]):
             checkpoint.restore_generators(saved["generators"][self.processes.rank], self.processes.device)
 
+    def _go_on_with_schedule(self, saved: Mapping[str, Any]) -> None:
+        """As it was, or, where the run is now to be longer or shorter, as one of that length is at this update."""
+        assert self.schedule is not None
+        training, before = self.training, Preset.from_dict(saved["preset"]).training
+        total = min(before.epochs * self.batches, before.updates or sys.maxsize)
+        if total == self.total or training.schedule != "cosine":
+            self.schedule.load_state_dict(saved["schedule"])
+            return
+        stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=training.lr)
+        schedule = _schedule(stand_in, training.schedule, training.warmup, self.total)
+        assert isinstance(schedule, lr_scheduler.LRScheduler)
+        for _ in range(min(self.update, self.total)):
+            stand_in.step()
+            schedule.step()
+        self.schedule.load_state_dict(schedule.state_dict())
+        self.optimizer.param_groups[0]["lr"] = stand_in.param_groups[0]["lr"]
 
-def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction=reduction)
+
+def loss_of(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """The cross-entropy of logits, or the squared error where targets are not classes but numbers."""
+    if targets.is_floating_point():
+        return F.mse_loss(outputs.float(), targets.float(), reduction=reduction)
+    return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten(), reduction=reduction)
+
+
+def _misfit(outputs: Any, targets: Tensor) -> str:
+    """Why there is no loss of these."""
+    if not isinstance(outputs, Tensor):
+        return f"it returns a {type(outputs).__name__}, and must return a tensor"
+    shape, expected = tuple(outputs.shape), tuple(targets.shape)
+    if targets.is_floating_point():
+        return "" if shape == expected else f"it returns the shape {shape}, and must return that of targets, {expected}"
+    if shape[:-1] != expected:
+        return f"it returns the shape {shape}, and must return {(*expected, 'classes')} for targets of shape {expected}"
+    return ""
+
+
+def _out_of_range(outputs: Tensor, targets: Tensor) -> str:
+    if targets.is_floating_point() or 0 <= int(targets.min()) <= int(targets.max()) < outputs.shape[-1]:
+        return ""
+    low, high = int(targets.min()), int(targets.max())
+    return f"it tells {outputs.shape[-1]} classes apart, and targets go from {low} to {high}: they are counted from 0"
 
 
 @torch.no_grad()
@@ -479,11 +624,12 @@ def evaluate(
     batches = dataset.evaluation(split, training.batch)
     for batch in itertools.islice(batches, processes.rank, training.evaluation_batches, processes.size):
         with torch.autocast(processes.device.type, **_autocast(training.autocast)):
-            logits = model(batch.inputs)
-        loss = cross_entropy(logits, batch.targets, "sum").item() + batch.surcharge
+            outputs = model(batch.inputs)
+        loss = loss_of(outputs, batch.targets, "sum").item() + batch.surcharge
         count, examples = batch.targets.numel(), len(batch.targets)
-        right = (logits.argmax(-1) == batch.targets).reshape(examples, -1).all(1).sum().item()
-        last: Any = model.last
+        found = outputs if batch.targets.is_floating_point() else outputs.argmax(-1)
+        right = (found == batch.targets).reshape(examples, -1).all(1).sum().item()
+        last = last_of(model)
         nfe, residual = (last.nfe, float(last.residual)) if last is not None else (math.nan, math.nan)
         sums += torch.tensor([loss, right, count, examples, nfe * count, residual * count], dtype=torch.float64)
     loss, right, count, examples, nfe, residual = processes.total(sums).tolist()

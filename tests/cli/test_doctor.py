@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
+import revdeq
 from revdeq import __main__
 from revdeq.cli import doctor
 from revdeq.kernels import backends, cpu, reference, reference_exact
@@ -39,6 +41,7 @@ def test_a_healthy_machine_is_ready():
     assert report["ready"] and report["verdict"].startswith("ready")
     found = report["findings"]
     assert found["revdeq"]["numbers"]["torch"] == torch.__version__
+    assert f" in {Path(revdeq.__file__).parent}, " in found["revdeq"]["text"]
     assert found["cpu backend"]["numbers"]["backend"] == ("reference" if cpu.library is None else "cpu")
     assert found["cpu bits"]["text"].startswith("bit-equal")
     assert 0 < max(found["cpu gradient"]["numbers"].values()) <= doctor.GRADIENT_ERROR

@@ -20,6 +20,7 @@ import revdeq  # noqa: E402
 from revdeq.kernels import Coefficients, Radix, gpu, gpu_exact, half_step, reference  # noqa: E402
 from revdeq.kernels import reference_exact as exact  # noqa: E402
 from revdeq.kernels.half_step import LANES  # noqa: E402
+from revdeq.kernels.radix import LARGEST_DENOMINATOR  # noqa: E402
 
 GPUS = ("sm_80", "sm_90", "sm_100")
 BETA = 0.8
@@ -125,6 +126,35 @@ def test_a_quotient_by_way_of_the_reciprocal_is_the_quotient(beta):
         results.append([state, copy])
     compare(*results)
     assert results[0][0].isfinite().any() and (results[0][0].abs() < 2.0**-1022).any()
+
+
+@pytest.mark.parametrize("n", range(1, LARGEST_DENOMINATOR + 1))
+def test_an_integer_quotient_by_way_of_the_reciprocal_is_the_quotient(n):
+    """For every number that gpu_exact.py says so of. umulhi(2 x, reciprocal) grows with x, so that it is k from x = k n
+    to x = k n + n - 1 if it is at both ends."""
+    reciprocal = gpu_exact.reciprocal(n) & 0xFFFFFFFF
+    k = torch.arange(2**19)
+    for x in (k * n, k * n + n - 1):
+        assert torch.equal((2 * x * reciprocal) >> 32, k)
+
+
+@pytest.mark.parametrize("p, d", [(1, 2), (1, 5), (1, 64), (3, 64), (31, 63), (63, 64), (61, 64)])
+def test_ptx_divides_integers_at_the_edges(p, d):
+    """Remainders and states at the ends of their ranges, and next to multiples of p, d and the lower digit."""
+    radix = Radix(1, p, d, 24)
+    room = p * (2**32 // d)  # for a remainder that will fit into 32 bits
+    near = {k * n + i for n in (p, d, 2**19) for k in (0, 1, 2**13, room // n) for i in (-1, 0, 1)}
+    remainders = torch.tensor(sorted({room - 1, *(x for x in near if 0 <= x < room)}))
+    values = torch.tensor([-(2**31), -(2**31) + 1, -(2**19), -1, 0, 1, 2**19 - 1, 2**31 - 2, 2**31 - 1])
+    state = ((values << 32)[:, None] | remainders).flatten()
+    f = torch.tensor([-127.0, -1.0, 0.0, 2.0**-24, 127.0]).repeat(len(state) // 5 + 1)[: len(state)]
+    results = []
+    for half_step_class in (exact.HalfStep, gpu_exact.HalfStep):
+        here, copy = state.clone(), torch.zeros(len(state))
+        with emulated("sm_90"):
+            half_step_class(here, copy, [radix]).relax(f, None, radix)
+        results.append([here, copy])
+    compare(*results)
 
 
 class LastElements(torch.Tensor):

@@ -23,6 +23,7 @@ def fresh(monkeypatch):
     monkeypatch.setattr(deferred, "_pending", [])
     driver.waits.clear()
     driver.launches.clear()
+    driver.cached_launches = 0
     assert driver.current_device() == OTHER.index != DEVICE.index
 
 
@@ -60,7 +61,7 @@ def test_the_whole_gpu_path_gives_the_bits_of_the_cpu_and_waits_once_per_step_wi
 
 def test_a_launch_with_another_device_current_is_an_error_of_the_simulation(monkeypatch):
     """So that the tests above mean something."""
-    monkeypatch.setattr(revdeq.kernels.backends.gpu, "_on", lambda device: driver.device(OTHER))
+    monkeypatch.setattr(revdeq.kernels.launch, "_on", lambda device: driver.device(OTHER))
     with emulated(), pytest.raises(RuntimeError, match="a launch on fakegpu:1 with tensors on"):
         solve(DEVICE)
 

@@ -42,7 +42,7 @@ def test_beyond_its_range_it_warns_once_for_each_place_that_calls():
     assert [w.category for w in caught] == [revdeq.ReconstructionWarning] * 2
     assert all(w.filename == __file__ for w in caught)
     assert caught[0].lineno != caught[1].lineno
-    assert "beta = 0.9, max_steps = 20" in str(caught[0].message)
+    assert "beta = 0.9, N = 20 steps" in str(caught[0].message)
     assert "fewer steps or a beta further from 1" in str(caught[0].message)
 
 

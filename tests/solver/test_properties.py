@@ -60,10 +60,16 @@ def function(weight, f_dtype, f_transposes):
 def unrolled(f, z0, x, beta, max_steps):
     beta = ctypes.c_float(beta).value
     leaves, spec = tree_flatten(z0)
+    like = None  # f's first outputs, in whose layout it reads all but z0: a mean has other bits in another
 
     def evaluate(state):
+        nonlocal like
         narrow = [s.to(t.dtype) for s, t in zip(state, leaves, strict=True)]
-        return tree_flatten(f(tree_unflatten(narrow, spec), x))[0]
+        if like is not None:
+            narrow = [torch.empty_like(o, dtype=t.dtype).copy_(t) for o, t in zip(like, narrow, strict=True)]
+        outputs = tree_flatten(f(tree_unflatten(narrow, spec), x))[0]
+        like = outputs if like is None else like
+        return outputs
 
     def relax(state, outputs):
         return [(1 - beta) * s + beta * o.double() for s, o in zip(state, outputs, strict=True)]

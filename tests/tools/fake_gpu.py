@@ -85,14 +85,15 @@ class Event:
 class Driver(_DummyBackendModule):
     """torch.fakegpu, and what tests want to know or set.
 
-    waits: of the host, by what they were for. launches: of Triton kernels, by name.
+    waits: of the host, by what they were for. launches: of Triton kernels, by name. cached_launches: those of them that
+        went past Triton.
     old: as before torch 2.10, the generator cannot be read or set while a graph is recorded.
     """
 
     Stream, Event = Stream, Event
 
     def __init__(self):
-        self.waits, self.launches, self.old = [], Counter(), False
+        self.waits, self.launches, self.cached_launches, self.old = [], Counter(), 0, False
         self._index, self._captured = 1, None
         self._streams = [Stream() for _ in range(self.device_count())]
         self._generators = [torch.Generator().manual_seed(i) for i in range(self.device_count())]
@@ -332,10 +333,11 @@ _library.impl("empty_strided", _empty_strided, "PrivateUse1")
 def emulated(name="sm_90"):
     """Launches of Triton kernels on tensors of this device are executed as on that GPU, bit for bit."""
     from emulator import emulating
-    from gpu_targets import TARGETS, missing
+    from gpu_targets import TARGETS, Loaded, missing
 
     if missing:
         pytest.skip(missing)
+    import triton
     from triton.runtime.jit import JITFunction
 
     from revdeq.kernels import backend, gpu
@@ -343,14 +345,32 @@ def emulated(name="sm_90"):
     with emulating(TARGETS[name], unordered=["p_alarm"]), pytest.MonkeyPatch.context() as patch:
         run, runs_on = JITFunction.run, gpu.runs_on
 
-        def on_raw_memory(kernel, *args, **kwargs):
+        def noted(kernel, args):
             places = {x.device for x in args if isinstance(x, torch.Tensor)}
             if places != {torch.device(NAME, driver.current_device())}:
                 raise RuntimeError(f"a launch on {NAME}:{driver.current_device()} with tensors on {places}")
             driver.launches[kernel.__name__] += 1
-            run(kernel, *map(_raw, args), **kwargs)
+            return map(_raw, args)
+
+        class OnRawMemory:
+            """A compiled kernel, which belongs to a device."""
+
+            function, packed_metadata = Loaded.function, Loaded.packed_metadata
+
+            def __init__(self, loaded):
+                self.loaded, self.index = loaded, driver.current_device()
+
+            def run(self, *args):
+                if self.index != driver.current_device():
+                    raise RuntimeError(f"a kernel of {NAME}:{self.index} on {NAME}:{driver.current_device()}")
+                driver.cached_launches += 1
+                self.loaded.run(*args[:9], *noted(self.loaded.kernel, args[9:]))
+
+        def on_raw_memory(kernel, *args, **kwargs):
+            return OnRawMemory(run(kernel, *noted(kernel, args), **kwargs))
 
         patch.setattr(JITFunction, "run", on_raw_memory)
+        patch.setattr(triton.runtime.driver.active, "get_current_device", driver.current_device, raising=False)
         patch.setattr(gpu, "runs_on", lambda device: device.type == NAME or runs_on(device))
         with backend("triton"):
             yield

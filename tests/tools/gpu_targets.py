@@ -23,6 +23,8 @@ if not missing:
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
+    from revdeq.kernels import launch as revdeq_launch
+
     TARGETS |= {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (75, 80, 86, 89, 90, 100, 103, 120, 121)}
     TARGETS |= {arch: GPUTarget("hip", arch, 64) for arch in ("gfx90a", "gfx942", "gfx950")}
     TARGETS |= {arch: GPUTarget("hip", arch, 32) for arch in ("gfx1100", "gfx1200", "gfx1201")}
@@ -57,21 +59,70 @@ def launching(target, launch):
     """Launches compile for the target, specialised by Triton's own binder, and go to `launch` instead of a GPU."""
     backend = make_backend(target)
 
-    def run(kernel, *args, grid, warmup=False, **kwargs):
+    def specialised(kernel, *args, **kwargs):
         bound, specialization, options = _binder(kernel, target)(*args, **kwargs)
-        key = kernel, target, str(specialization), str(options), str(kwargs)
+        return bound, specialization, options, (kernel, target, str(specialization), str(options))
+
+    def run(kernel, *args, grid, warmup=False, **kwargs):
+        bound, specialization, options, key = specialised(kernel, *args, **kwargs)
         options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
         if key not in _compiled:
             source = ASTSource(kernel, signature, constants, attributes)
             _compiled[key] = triton.compile(source, target=target, options=options.__dict__)
-        arguments = {name: bound[name] for name, kind in signature.items() if kind != "constexpr"}
-        launch(Launch(_compiled[key], tuple(grid(bound) if callable(grid) else grid), arguments))
+        names = [name for name, kind in signature.items() if kind != "constexpr"]
+        loaded = Loaded(_compiled[key], kernel, names, key, kwargs, specialised, launch)
+        loaded.execute(tuple(grid(bound) if callable(grid) else grid), bound)
+        return loaded
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
         patch.setattr(backends.gpu, "_warp_size", lambda device: target.warp_size)
         patch.setattr(backends.gpu, "divides_by_reciprocal", lambda device: target.backend == "cuda")
+        patch.setattr(revdeq_launch, "_compiled", {})
+        patch.setattr(revdeq_launch, "is_known", lambda kernel, device: True)
+        patch.setattr(revdeq_launch, "has_a_limited_range", lambda: target.backend == "hip")
+        patch.setattr(triton.runtime.driver, "_active", Streams())
         yield
+
+
+class Streams:
+    """Of Triton's driver, what is asked before a compiled kernel is called. CPU tensors have no index."""
+
+    def get_current_device(self):
+        return None
+
+    def get_current_stream(self, device):
+        return STREAM
+
+
+STREAM = 1234
+
+
+@dataclass
+class Loaded:
+    """What Triton's launch returns: a compiled kernel that can be called again, with the very arguments that it is
+    specialised for. On a GPU nobody would notice others, or all too late."""
+
+    compiled: Any
+    kernel: Any
+    names: list[str]
+    key: Any
+    options: dict[str, Any]
+    specialised: Any
+    launch: Any
+    function: str = "function"
+    packed_metadata: str = "metadata"
+
+    def run(self, x, y, z, stream, function, packed_metadata, metadata, enter_hook, exit_hook, *args):
+        assert (function, packed_metadata, stream) == (self.function, self.packed_metadata, STREAM)
+        assert (metadata, enter_hook, exit_hook) == (None, None, None)
+        bound, *_, key = self.specialised(self.kernel, *args, **self.options)
+        if key != self.key:
+            raise RuntimeError(f"{self.kernel.__name__} is specialised for {self.key[2]} and was given {key[2]}")
+        self.execute((x, y, z)[:1], bound)
+
+    def execute(self, grid, bound):
+        self.launch(Launch(self.compiled, grid, {name: bound[name] for name in self.names}))
 
 
 @contextlib.contextmanager

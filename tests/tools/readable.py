@@ -15,15 +15,22 @@ def complaints(figure, page=LIGHT):
     """What a reader would complain about, in words; nothing, if the figure is readable.
 
     Panels are too small, something reaches beyond the figure, labels lie on each other, a legend lies on what is
-    drawn, or text has the page's colour.
+    drawn, a label in a panel on a point, or text has the page's colour.
     """
     FigureCanvasAgg(figure).draw()
-    return [*_small_panels(figure), *_outside(figure), *_collisions(figure), *_covered(figure), *_faint(figure, page)]
+    return [
+        *_small_panels(figure),
+        *_outside(figure),
+        *_collisions(figure),
+        *_covered(figure),
+        *_on_points(figure),
+        *_faint(figure, page),
+    ]
 
 
 def _panels(figure):
     """Without colour bars, which are no subplots."""
-    shown = (axes for axes in figure.axes if axes.get_visible() and axes.axison)
+    shown = (axes for axes in figure.axes if axes.get_visible())
     return [axes for axes in shown if axes.get_subplotspec() is not None]
 
 
@@ -55,8 +62,8 @@ def _collisions(figure):
     """Among the labels of an axis, and of those with the titles of their panel."""
     for axes in _panels(figure):
         titles = [axes.xaxis.label, axes.yaxis.label, axes.title]
-        ticks = [label for axis in (axes.xaxis, axes.yaxis) for label in _tick_labels(axis)]
-        texts = [*ticks, *(title for title in titles if title.get_text() and title.get_visible())]
+        ticks = [label for axis in (axes.xaxis, axes.yaxis) for label in _tick_labels(axis)] if axes.axison else []
+        texts = [*ticks, *axes.texts, *(title for title in titles if title.get_text() and title.get_visible())]
         for a, b in itertools.combinations(texts, 2):
             if a.get_window_extent().overlaps(b.get_window_extent()):
                 yield f"{a.get_text()!r} and {b.get_text()!r} of the panel {_name(axes)} lie on each other"
@@ -72,6 +79,16 @@ def _covered(figure):
             path = artist.get_transform().transform_path(artist.get_path()).cleaned(remove_nans=True)
             if len(path.vertices) and path.intersects_bbox(box, filled=artist in axes.patches):
                 yield f"a legend lies on {artist.get_label()!r} of the panel {_name(axes)}"
+
+
+def _on_points(figure):
+    """Of all lines with markers, for the numbers that are written beside some of them."""
+    for axes in _panels(figure):
+        lines = [line for line in axes.lines if line.get_marker() not in ("", "None", None)]
+        points = [point for line in lines for point in line.get_transform().transform(line.get_xydata())]
+        for text in axes.texts:
+            if any(text.get_window_extent().contains(*point) for point in points):
+                yield f"{text.get_text()!r} lies on a point of the panel {_name(axes)}"
 
 
 def _faint(figure, page):

@@ -12,7 +12,7 @@ from revdeq._device import peak_memory
 from revdeq.models import Equilibrium
 from revdeq.training import data, dry_run
 from revdeq.training.presets import PRESETS, configured
-from revdeq.training.run import cross_entropy
+from revdeq.training.run import loss_of
 
 pytest.importorskip("tiktoken", reason="needs revdeq[train]")
 BATCH = 8
@@ -23,7 +23,7 @@ def update(preset, **more):
     batch, shapes = data.example(preset.data, preset.settings)
     inputs, targets = (x.expand(BATCH, *x.shape[1:]).contiguous() for x in batch[:2])
     model = preset.changed(more).build(**shapes)
-    return lambda: cross_entropy(model(inputs), targets).backward()
+    return lambda: loss_of(model(inputs), targets).backward()
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -64,3 +64,11 @@ def test_a_batch_that_does_not_fit(monkeypatch, capsys):
     assert __main__.main() == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "GB " in line and "," in line]
     assert ["need 2 GPUs" in lines[-3], "fit" in lines[-2], "fit" in lines[-1]] == [True] * 3
+
+
+def test_a_batch_in_parts_takes_the_memory_of_one():
+    whole = configured("wikitext103-94m", {"batch": 100})
+    parts = configured("wikitext103-94m", {"batch": 100, "accumulate": 4})
+    one = dry_run.predicted(whole).memory(25) / 1e9
+    assert "need 2 GPUs" in dry_run.report(whole) and "need" not in dry_run.report(parts)
+    assert f"TFLOP and {one:.3g} GB" in dry_run.report(parts)

@@ -31,16 +31,38 @@ def done(tasks, validation=None):
 
 
 def test_the_other_seeds_have_the_learning_rate_that_was_best():
-    first = list(evidence.tasks(["image"], 3, None, []))
+    first = list(evidence.tasks(["image"], 3, {}, []))
     assert {task.seed for task in first} == {0} and {task.lr for task in first} == {3e-3, 6e-3, 1.2e-2}
     rows, *_ = done(first, lambda task: 1 - abs(task.lr - 6e-3))
-    later = [task for task in evidence.tasks(["image"], 3, None, rows) if task.seed]
+    later = [task for task in evidence.tasks(["image"], 3, {}, rows) if task.seed]
     assert {task.lr for task in later} == {6e-3} and len(later) == 2 * len(first) / 3
-    assert {task.seed for task in evidence.tasks(["states"], 3, None, [])} == {0}
+    assert {task.seed for task in evidence.tasks(["states"], 3, {}, [])} == {0}
+
+
+def test_with_equal_time_a_fast_model_makes_more_updates_at_its_best_learning_rate(tmp_path):
+    labels = [label for label, _ in evidence.variants("image")]
+    speeds = [{"study": "image", "label": label, "seconds": "0.5"} for label in labels]
+    speeds[-1]["seconds"] = "0.1"
+    updates = evidence.equal_time("image", speeds)
+    rows, curves, _ = done(list(evidence.tasks(["image"], 1, {}, [])), lambda task: 1 - abs(task.lr - 6e-3))
+    assert not list(evidence.tasks(["image"], 1, updates, []))[3 * (len(labels) - 1) :]  # its best one is not known yet
+    fast = [task for task in evidence.tasks(["image"], 1, updates, rows) if task.label == labels[-1]]
+    assert [(task.lr, task.updates) for task in fast] == [(6e-3, 5 * 312)]
+    again = done(fast)
+    for name, columns, made in zip(
+        ("runs", "curves", "speeds"),
+        (evidence.ROW, evidence.CURVE, evidence.SPEED),
+        (rows + again[0], curves + again[1], speeds),
+        strict=True,
+    ):
+        evidence.append(tmp_path / f"{name}.csv", columns, made)
+    evidence_report.report(tmp_path)
+    same_updates, same_time = (tmp_path / "README.md").read_text().split('The time of 312 updates of "reversible')
+    assert f"| {labels[-1]} | 1560 | 1 | 0.006 |" in same_time and "| 1560 |" not in same_updates
 
 
 def test_a_report_of_whole_runs(tmp_path):
-    tables = done(list(evidence.tasks(["image", "states", "prefix"], 1, None, [])))
+    tables = done(list(evidence.tasks(["image", "states", "prefix"], 1, {}, [])))
     assert not evidence_report.problems(*tables)
     for name, columns, rows in zip(
         ("runs", "curves", "probes"), (evidence.ROW, evidence.CURVE, evidence.PROBE), tables, strict=True
@@ -104,7 +126,7 @@ def no_such_variant(rows, curves, probes):
     ],
 )
 def test_rows_of_stale_or_spliced_runs_are_refused(damage, message, tmp_path):
-    tables = copy.deepcopy(done(list(evidence.tasks(["image"], 1, None, []))))
+    tables = copy.deepcopy(done(list(evidence.tasks(["image"], 1, {}, []))))
     damage(*tables)
     for name, columns, rows in zip(
         ("runs", "curves", "probes"), (evidence.ROW, evidence.CURVE, evidence.PROBE), tables, strict=True

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -147,8 +146,8 @@ def crash_in_update(monkeypatch, at):
 def crash_in_evaluation(monkeypatch, at):
     row = train.Run._row
 
-    def evaluating(run, scored):
-        made = row(run, scored)
+    def evaluating(run, losses, scored):
+        made = row(run, losses, scored)
         return _raise() if scored and run.update >= at else made
 
     monkeypatch.setattr(train.Run, "_row", evaluating)
@@ -182,7 +181,7 @@ def stop_by_signal(monkeypatch, at):
 
     def batching(run):
         if run.update == at:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)  # os.kill would end the process on Windows
         return batch(run)
 
     monkeypatch.setattr(train.Run, "_batch", batching)
@@ -301,13 +300,14 @@ def test_a_killed_process_goes_on_bit_for_bit(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_processes_train_as_one_does(name, folder, tmp_path):
-    """With the same batch, half of it each. Dropout is off: each process draws masks of its own."""
-    changes = {"dropout": 0.0} if name == "wikitext2-tiny" else {}
+    """With the same batch, half of it each, in two parts, and the same number of steps, drawn for each update. Dropout
+    is off: each process draws masks of its own."""
+    changes = {"dropout": 0.0, "max_steps": (1, 6)} if name == "wikitext2-tiny" else {}
     settings = {**SETTINGS[name], **changes, "lr": 0.003}
     one = train.train(configured(name, settings), folder, tmp_path / "one", quiet=True)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "revdeq")
     arguments = ["--data", folder, "--out", tmp_path / "two", "--device", "cpu"]
-    child = process("train", name, *arguments, *assignments(settings), launcher=torchrun)
+    child = process("train", name, *arguments, *assignments({**settings, "accumulate": 2}), launcher=torchrun)
     out, errors = child.communicate()
     assert child.returncode == 0, errors
     assert out.count(" parameters, ") == 1  # the first process speaks for both
@@ -685,6 +685,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(folder, whole, tmp_path, capsys):
 
 def test_a_checkpoint_that_grows_beyond_the_room_is_named(tmp_path):
     """A write that the system itself refuses, from within torch.save."""
+    resource = pytest.importorskip("resource", reason="Windows has no limits of a process")
     path = tmp_path / "last.pt"
     checkpoint.save(path, {"update": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -12,6 +12,7 @@ from . import cifar10, download, wikitext
 from .cifar10 import Cifar10
 from .dataset import Batch, DataSet
 from .download import Source
+from .examples import Examples
 from .files import DataError
 from .puzzles import Mazes, PrefixSums
 from .wikitext import WikiText
@@ -21,6 +22,7 @@ __all__ = [
     "Cifar10",
     "DataError",
     "DataSet",
+    "Examples",
     "Mazes",
     "PrefixSums",
     "WikiText",
@@ -97,6 +99,11 @@ def load(name: str, folder: Path | None, chosen: Mapping[str, Any], saved: Mappi
     if saved is not None:
         own["saved"] = saved
     return make(**own)
+
+
+def of(data: Any) -> DataSet:
+    """A data set as it is, or one of a pair of tensors or of torch's own kind."""
+    return data if hasattr(data, "evaluation") else Examples(data)
 
 
 def example(name: str, chosen: Mapping[str, Any]) -> tuple[Batch, dict[str, Any]]:

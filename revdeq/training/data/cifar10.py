@@ -21,7 +21,8 @@ from .dataset import ACCURACY, Batch
 from .download import Source
 from .files import DataError, is_archive, read, stored
 
-CLASSES = 10
+NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CLASSES = len(NAMES)
 SIDE = 32
 PIXELS = 3 * SIDE * SIDE
 RECORD = 1 + PIXELS

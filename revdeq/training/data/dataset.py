@@ -1,7 +1,8 @@
 """What a training asks of a data set.
 
-To add one: write a class with these attributes, whose constructor takes its settings by name (and `folder`, if it is
-read from files), and enter it in `DATASETS` of `revdeq/training/data/__init__.py`.
+To train on data of one's own, `Examples` is enough. To add a data set to the presets: write a class with these
+attributes, whose constructor takes its settings by name (and `folder`, if it is read from files), and enter it in
+`DATASETS` of `revdeq/training/data/__init__.py`.
 """
 
 import math
@@ -22,6 +23,7 @@ class Metric(NamedTuple):
 
 ACCURACY = Metric("accuracy", True, lambda loss, right: right)
 SOLVED = Metric("solved", True, lambda loss, right: right)
+ERROR = Metric("error", False, lambda loss, right: loss)
 PERPLEXITY = Metric("perplexity", False, lambda loss, right: math.exp(min(loss, 700.0)))
 
 

@@ -62,7 +62,7 @@ BUGS = (
     bug("initial state loaded without its mask", "gpu_exact.py", "_load(p_initial + o_x, m_x)",
         "_load(p_initial + o_x, None)"),
     # what it does not
-    bug("contraction, in both states", "gpu.py", "enable_fp_fusion=False", "enable_fp_fusion=True"),
+    bug("contraction, in both states", "launch.py", "enable_fp_fusion=False", "enable_fp_fusion=True"),
     bug("extreme quotients not divided", "gpu.py", "%exponent_${:uid}, 1922;", "%exponent_${:uid}, 4294967295;"),
     bug("32-bit offset", "gpu.py", 'is p_copy."""\n    start = tl.program_id(0).to(tl.int64) * BLOCK\n',
         'is p_copy."""\n    start = tl.program_id(0) * BLOCK\n'),
@@ -95,4 +95,14 @@ BUGS = (
         "_relax_block(p_state, p_f, p_read, p_copy, o_x, o_x < n - start, a"),
     bug("float64 for the exact state", "gpu_exact.py", "(b_next - b_y).to(tl.float32) * UNIT",
         "((b_next - b_y).to(tl.float64) * UNIT).to(tl.float32)"),
+    # a compiled kernel where another one belongs
+    bug("for aligned pointers", "launch.py", "x.data_ptr() % 16 == 0", "True"),
+    bug("for another dtype", "launch.py", "(x.dtype, x.data_ptr() % 16 == 0)", "(None, x.data_ptr() % 16 == 0)"),
+    bug("for little memory", "launch.py", "x.untyped_storage().nbytes() < 2**31", "True"),
+    bug("of another device", "launch.py", "kernel.fn, warps, device.index,", "kernel.fn, warps,"),
+    bug("on another device", "launch.py", "    if active.get_current_device() == device.index:", "    if True:"),
+    bug("with other constants", "launch.py", "device.index, constants, _types", "device.index, _types"),
+    bug("with fewer threads", "launch.py", "kernel.fn, warps, device.index", "kernel.fn, device.index"),
+    bug("for short numbers", "launch.py", "-(2**31) <= x < 2**31 for", "True for"),
+    bug("unseen by who watches", "launch.py", "or _is_watched(kernel)", "or False"),
 )  # fmt: skip

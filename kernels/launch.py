@@ -1,0 +1,119 @@
+"""Launches of Triton kernels, for which Python spends little time.
+
+Triton finds out at each launch which of its compiled kernels fits the arguments: by their types, by whether a pointer
+is a multiple of 16 and, on AMD, by whether its memory is below 2 GiB. Here that is asked once for all arguments that
+are alike in these respects, and the compiled kernel is called from then on. Where it is not known what Triton asks,
+and where somebody watches launches, Triton launches.
+"""
+
+import contextlib
+import functools
+from typing import Any, TypeAlias
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from . import half_step
+
+KNOWN = (3, 7)
+"""The version of Triton whose way to specialise and to call a kernel this is."""
+
+Tensors: TypeAlias = Any  # a tuple of tensors, and of None where a kernel is not given one; the first is none of those
+Numbers: TypeAlias = tuple[int | None, ...]
+
+_compiled: dict[Any, Any] = {}
+
+
+def launch_blocks(
+    kernel: Any, warps: int, block: int, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...] = ()
+) -> None:
+    """A program for each block of the first tensor, the state.
+
+    The kernel takes the tensors; the number of elements and other numbers, for none of which it is specialised; its own
+    constants and the size of a block.
+    """
+    n = tensors[0].numel()
+    _launch(kernel, warps, -(-n // block), tensors, (n, *numbers), (*constants, block))
+
+
+def launch_chunks(kernel: Any, warps: int, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...] = ()) -> None:
+    """A program for each chunk of rows, which leaves a sum or a maximum for each lane."""
+    n, rows, lanes = tensors[0].numel(), half_step.ROWS, half_step.LANES
+    _launch(kernel, warps, -(-n // (rows * lanes)), tensors, (n, *numbers), (*constants, rows, lanes))
+
+
+def _launch(
+    kernel: Any, warps: int, programs: int, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...]
+) -> None:
+    if programs == 0:
+        return
+    device = tensors[0].device
+    if not is_known(kernel, device) or _is_watched(kernel):
+        _launch_by_triton(kernel, warps, device, programs, (*tensors, *numbers, *constants))
+        return
+    key = kernel.fn, warps, device.index, constants, _types(numbers), *_kinds(tensors)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = _launch_by_triton(kernel, warps, device, programs, (*tensors, *numbers, *constants))
+        return
+    active = triton.runtime.driver.active
+    arguments = (
+        programs, 1, 1, active.get_current_stream(device.index), compiled.function, compiled.packed_metadata,
+        None, None, None, *tensors, *numbers, *constants,
+    )  # fmt: skip
+    if active.get_current_device() == device.index:
+        compiled.run(*arguments)
+    else:
+        with _on(device):
+            compiled.run(*arguments)
+
+
+def _launch_by_triton(kernel: Any, warps: int, device: torch.device, programs: int, arguments: tuple[Any, ...]) -> Any:
+    with _on(device):
+        return kernel[(programs,)](*arguments, num_warps=warps, enable_fp_fusion=False)
+
+
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+
+
+def is_known(kernel: Any, device: torch.device) -> bool:
+    """Whether Triton asks of a launch what `_kinds` and `_types` tell. The interpreter compiles nothing."""
+    return _VERSION == KNOWN and device.type == "cuda" and type(kernel) is JITFunction
+
+
+def _is_watched(kernel: Any) -> bool:
+    """By a profiler, say, which is told of each launch, or changes how kernels are compiled."""
+    knobs = triton.knobs.runtime
+    before, after = knobs.launch_enter_hook, knobs.launch_exit_hook  # lists of hooks, or what was put in their place
+    return bool(
+        getattr(before, "calls", before)
+        or getattr(after, "calls", after)
+        or knobs.debug
+        or knobs.add_stages_inspection_hook
+        or kernel.pre_run_hooks
+    )
+
+
+def _kinds(tensors: Tensors) -> list[Any]:
+    """What of tensors a kernel is compiled for."""
+    kinds = [None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
+    if has_a_limited_range():
+        kinds += [None if x is None else x.untyped_storage().nbytes() < 2**31 for x in tensors]
+    return kinds
+
+
+def has_a_limited_range() -> bool:
+    """Whether instructions differ for memory below 2 GiB, as they do on AMD's GPUs."""
+    return torch.version.hip is not None
+
+
+@functools.lru_cache(4096)
+def _types(numbers: Numbers) -> tuple[bool | None, ...]:
+    """Whether Triton takes them for 32-bit integers."""
+    return tuple([None if x is None else -(2**31) <= x < 2**31 for x in numbers])
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, whatever device its tensors are on."""
+    return contextlib.nullcontext() if device.type == "cpu" else getattr(torch, device.type).device(device)

@@ -1,0 +1,135 @@
+"""What is in images of one's own, by a model that was trained on CIFAR-10."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .checkpoint import CheckpointError
+from .data import DataError
+from .data.cifar10 import NAMES, SIDE, normalise
+from .processes import Processes
+from .restore import loaded
+
+__all__ = ["Guess", "classify", "images_in"]
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+
+
+class Guess(NamedTuple):
+    """What a model takes an image for.
+
+    Attributes:
+        file: The image.
+        name: The likeliest class.
+        probability: Of that class, as the model has it.
+
+    Example:
+        >>> from revdeq.training.classify import Guess
+        >>> Guess(Path("tabby.png"), "cat", 0.9).name
+        'cat'
+    """
+
+    file: Path
+    name: str
+    probability: float
+
+
+def classify(
+    run: str | Path,
+    images: Sequence[Path],
+    changes: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    batch: int = 64,
+) -> Iterator[Guess]:
+    """Classify images by a model that was trained on CIFAR-10.
+
+    The largest square in the middle of an image is resized to 32 x 32 pixels. Transparent parts become white.
+
+    Args:
+        run: As for `revdeq.models.load`.
+        images: The files, or folders of files.
+        changes: Settings to differ from those of the training, max_steps for example.
+        device: Such as "cpu" or "cuda:1". None is a GPU, if there is one.
+        batch: How many images are classified at a time.
+
+    Returns:
+        A `Guess` for each, one after the other.
+
+    Raises:
+        CheckpointError: The model is not one of images.
+        DataError: There is no image, or one cannot be read.
+
+    Example:
+        >>> from PIL import Image
+        >>> from revdeq.training.classify import classify
+        >>> Image.new("RGB", (300, 200), "blue").save("sky.png")
+        >>> small = {"updates": 2, "batch": 8, "evaluation_batches": 1}
+        >>> rows = revdeq.train("cifar10-tiny", "data", "runs/images", device="cpu", quiet=True, **small)
+        >>> [guess.file.name for guess in classify("runs/images", [Path("sky.png")])]
+        ['sky.png']
+    """
+    files = [file for place in images for file in images_in(Path(place))]
+    where = Processes(device).device
+    preset, model, _ = loaded(Path(run), None, changes, where)
+    if preset.data != "cifar10":
+        raise CheckpointError(f"{run} is of {preset.name}: only a model of images classifies images, one of cifar10")
+    return _guesses(model, files, where, batch)
+
+
+def _guesses(model: torch.nn.Module, files: list[Path], device: torch.device, batch: int) -> Iterator[Guess]:
+    for start in range(0, len(files), batch):
+        part = files[start : start + batch]
+        pixels = torch.stack([read(file) for file in part]).to(device)
+        with torch.no_grad():
+            likeliest = model(normalise(pixels)).float().softmax(1).max(1)
+        for file, probability, chosen in zip(part, likeliest.values.tolist(), likeliest.indices.tolist(), strict=True):
+            yield Guess(file, NAMES[chosen], probability)
+
+
+def images_in(place: Path) -> list[Path]:
+    """The images of a folder, or the one that is named.
+
+    Args:
+        place: A folder, or a file.
+
+    Returns:
+        The files, sorted by name.
+
+    Raises:
+        DataError: There are none.
+
+    Example:
+        >>> from PIL import Image
+        >>> from revdeq.training.classify import images_in
+        >>> Image.new("RGB", (32, 32)).save("one.png")
+        >>> images_in(Path("one.png"))
+        [...Path('one.png')]
+    """
+    if place.is_file():
+        return [place]
+    if not place.is_dir():
+        raise DataError(f"there is no image or folder {place}: name one that is there")
+    if not (found := sorted(file for file in place.iterdir() if file.suffix.lower() in SUFFIXES)):
+        raise DataError(f"{place} holds no image: files that end in {', '.join(SUFFIXES)} are read")
+    return found
+
+
+def read(file: Path) -> Tensor:
+    """The pixels of an image, (3, 32, 32) bytes."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(file) as opened:
+            image: Any = ImageOps.exif_transpose(opened).convert("RGBA")
+    except (OSError, UnidentifiedImageError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"{file} cannot be read as an image: {error}") from error
+    image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    width, height = image.size
+    side = min(width, height)
+    left, top = (width - side) // 2, (height - side) // 2
+    image = image.crop((left, top, left + side, top + side)).resize((SIDE, SIDE), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)

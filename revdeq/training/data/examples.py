@@ -1,0 +1,107 @@
+"""Data of one's own."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from .dataset import ACCURACY, ERROR, Batch
+from .files import DataError
+
+
+class Examples:
+    """Inputs and targets of your own: classes, which are integers, or numbers.
+
+    Args:
+        train: What to train on: a pair of tensors, inputs and targets, one example beside the other; or a
+            `torch.utils.data.Dataset` of pairs, which is read as it is needed.
+        valid: The same, to choose the best model on. None holds every tenth example out.
+
+    Raises:
+        DataError: It is neither, or the two tensors are not of one length.
+
+    Example:
+        >>> points = torch.randn(100, 2)
+        >>> revdeq.training.data.Examples((points, (points[:, 0] > 0).long())).describe()
+        'data of your own: 90 training, 10 valid examples'
+    """
+
+    unit = "examples"
+    units = 1
+    splits: tuple[str, ...] = ("valid",)
+    validation = "valid"
+
+    def __init__(self, train: Any, valid: Any = None) -> None:
+        train = checked(train)
+        everything = torch.arange(count(train))
+        if valid is None:
+            if len(everything) < 10:
+                raise DataError(
+                    f"data of {len(everything)} examples: without valid, at least 10, to hold some of them out"
+                )
+            held_out = everything % 10 == 9
+            self.parts = {"train": (train, everything[~held_out]), "valid": (train, everything[held_out])}
+        else:
+            self.parts = {"train": (train, everything), "valid": (checked(valid), torch.arange(count(valid)))}
+        self.device = torch.device("cpu")
+        targets = self._batch("train", torch.arange(1)).targets
+        self.metric = ERROR if targets.is_floating_point() else ACCURACY
+
+    @property
+    def size(self) -> int:
+        return len(self.parts["train"][1])
+
+    @property
+    def shapes(self) -> dict[str, Any]:
+        return {}
+
+    def describe(self) -> str:
+        return f"data of your own: {self.size:,} training, {len(self.parts['valid'][1]):,} valid examples"
+
+    def to(self, device: torch.device) -> "Examples":
+        self.device = device
+        return self
+
+    def order(self, generator: torch.Generator) -> Tensor:
+        return torch.randperm(self.size, generator=generator)
+
+    def batch(self, indices: Tensor, generator: torch.Generator) -> Batch:
+        return self._batch("train", indices)
+
+    def evaluation(self, split: str, batch: int) -> Iterator[Batch]:
+        for indices in torch.arange(len(self.parts[split][1])).split(batch):
+            yield self._batch(split, indices)
+
+    def saved(self) -> None:
+        return None
+
+    def _batch(self, split: str, indices: Tensor) -> Batch:
+        source, chosen = self.parts[split]
+        indices = chosen[indices]
+        if isinstance(source, Dataset):
+            inputs, targets = default_collate([source[int(i)] for i in indices])
+        else:
+            inputs, targets = (part[indices.to(part.device)] for part in source)
+        return Batch(inputs.to(self.device), targets.to(self.device))
+
+
+def checked(source: Any) -> Any:
+    if isinstance(source, DataLoader):
+        raise DataError("data is a DataLoader: pass its dataset; batch is a setting of the training")
+    if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
+        return source
+    if not isinstance(source, (tuple, list)) or len(source) != 2 or not all(isinstance(x, Tensor) for x in source):
+        raise DataError(
+            f"data is of type {type(source).__name__}: pass a pair of tensors, (inputs, targets), or a "
+            "torch.utils.data.Dataset of pairs that has a length"
+        )
+    if len(source[0]) != len(source[1]):
+        raise DataError(f"data has {len(source[0]):,} inputs and {len(source[1]):,} targets: pass one target for each")
+    return tuple(source)
+
+
+def count(source: Any) -> int:
+    examples: Any = source if isinstance(source, Dataset) else source[0]
+    return len(examples)

@@ -1,0 +1,77 @@
+"""A model from what its training left behind."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..models import MODELS
+from ..models.model import Model, as_changed
+from . import checkpoint
+from .checkpoint import CheckpointError
+from .presets import Preset
+
+
+class Loaded(NamedTuple):
+    """A trained model in evaluation mode, what it was trained by, and all that the checkpoint holds."""
+
+    preset: Preset
+    model: nn.Module
+    saved: Mapping[str, Any]
+
+
+def loaded(
+    path: Path,
+    model: nn.Module | None = None,
+    changes: Mapping[str, Any] | None = None,
+    device: torch.device | str = "cpu",
+    shapes: Mapping[str, Any] | None = None,
+) -> Loaded:
+    """shapes: those of the data set, where it is at hand."""
+    saved = checkpoint.load(path)
+    before = Preset.from_dict(saved["preset"])
+    changes = dict(changes or {})
+    if model is None:
+        preset = described(path, before, changes)
+        model = preset.build(**(shapes or shapes_of(preset, saved)))
+    elif changes:
+        raise CheckpointError(f"{path}: {', '.join(changes)} can be changed in the model that you pass, before you do")
+    else:
+        preset = before
+    checkpoint.load_weights(model, path, saved)
+    if isinstance(model, Model) and preset.model in MODELS:
+        known = {key: saved.get(key) for key in ("update", "metric", "metric_name", "split", "shapes", "data")}
+        known = {key: value for key, value in known.items() if value is not None and value != ""}
+        was, now = before.to_dict(), preset.to_dict()
+        changed = {key: now["settings"].get(key) for key in now["settings"] | was["settings"]}
+        changed = {key: value for key, value in changed.items() if value != was["settings"].get(key)}
+        model.trained = as_changed({"preset": {**now, "training": was["training"]}, **known}, changed)
+    return Loaded(preset, model.to(device).eval(), saved)
+
+
+def described(path: Path, preset: Preset, changes: Mapping[str, Any]) -> Preset:
+    """The preset of a checkpoint with some changes. It may come from anywhere: no code that it names is imported."""
+    if preset.model not in MODELS:
+        raise CheckpointError(
+            f"{path} is of a model of your own, {preset.model}: make it, and revdeq.models.load({str(path)!r}, model) "
+            "gives it its weights"
+        )
+    block = preset.settings.get("block")
+    if block is not None and "block" not in changes:
+        raise CheckpointError(
+            f"{path} was trained with block={block!r}, which is code, and no checkpoint holds code: pass the class as "
+            f"block, or on the command line --block {block}"
+        )
+    return preset.changed(changes)
+
+
+def shapes_of(preset: Preset, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "shapes" in saved:
+        return saved["shapes"]
+    from . import data  # of a checkpoint of version 0.1.0
+
+    _, shapes = data.example(preset.data, preset.settings)
+    kept = saved.get("data", saved.get("vocabulary"))
+    return shapes if kept is None else {"vocabulary": len(kept["kept"]) + 1}

@@ -1,0 +1,90 @@
+"""What is built, installed and published."""
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import revdeq
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = ROOT / ".github" / "workflows"
+pytestmark = pytest.mark.skipif(not (ROOT / "kernels").exists(), reason="not in a repository")
+
+
+def test_the_newest_entry_of_the_changelog_is_of_this_version():
+    version, date = re.search(r"^## (\S+)(?: \((.+)\))?$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M).groups()
+    assert version == revdeq.__version__.removesuffix(".dev0")
+    assert (date == "unreleased") == revdeq.__version__.endswith(".dev0")
+    assert date == "unreleased" or re.fullmatch(r"\d{4}-\d\d-\d\d", date)
+
+
+def test_every_python_that_is_promised_is_tested_everywhere():
+    if not WORKFLOWS.exists():
+        pytest.skip("a source distribution has no workflows")
+    workflow = (WORKFLOWS / "tests.yml").read_text(encoding="utf-8")
+    tested = re.findall(r'"(3\.\d+)"', re.search(r"python: \[(.+)\]", workflow).group(1))
+    minors = re.search(r"range\((\d+), (\d+)\)", (ROOT / "setup.py").read_text(encoding="utf-8")).groups()
+    assert tested == [f"3.{minor}" for minor in range(*map(int, minors))]
+    assert "os: [ubuntu-latest, macos-latest, windows-latest]" in workflow
+
+
+def test_actions_of_others_are_pinned():
+    for workflow in WORKFLOWS.glob("*.yml"):
+        for action in re.findall(r"uses: (\S+)", workflow.read_text(encoding="utf-8")):
+            assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action), action
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A copy of the repository in a folder of its name, with the library of an earlier build in it."""
+    folder = tmp_path_factory.mktemp("parent") / "revdeq"
+    folder.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "revdeq", folder / "revdeq", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "kernels", folder / "kernels", ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.pyd"))
+    for stale in ("_cpu.cpython-39-x86_64-linux-gnu.so", "_cpu.pyd"):
+        (folder / "kernels" / stale).write_bytes(b"of another build")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def editable(clone, tmp_path_factory):
+    """The wheel that `pip install -e` installs."""
+    pytest.importorskip("setuptools", minversion="70.1", reason="needs setuptools that makes wheels by itself")
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "setup.py", "-q", "editable_wheel", "--dist-dir", str(out)]
+    result = subprocess.run(command, cwd=clone, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def test_the_c_library_is_for_all_pythons_without_debug_information_and_replaces_older_ones(clone, editable):
+    libraries = list((clone / "kernels").glob("_cpu.*"))
+    if not libraries:
+        pytest.skip("there is no C compiler")
+    (library,) = libraries
+    assert library.name == ("_cpu.pyd" if sys.platform == "win32" else "_cpu.abi3.so")
+    binary = library.read_bytes()
+    assert b"revdeq_relax" in binary
+    for unwanted in (b".debug_info", b"PyInit", str(clone).encode()):
+        assert unwanted not in binary
+
+
+def test_an_editable_installation_is_found_in_the_folder_that_holds_the_clone(clone, editable):
+    """There, the clone's own folder looks like an empty package, which Python prefers to what only a finder knows."""
+    with zipfile.ZipFile(editable) as wheel:
+        (pth,) = (name for name in wheel.namelist() if name.endswith(".pth"))
+        on_the_path = wheel.read(pth).decode().strip()
+    code = (
+        f"import sys; sys.path.append({on_the_path!r}); import importlib.util as u; print(u.find_spec('revdeq').origin)"
+    )
+    result = subprocess.run([sys.executable, "-S", "-c", code], cwd=clone.parent, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert Path(result.stdout.strip()) == clone / "revdeq" / "__init__.py"

@@ -1,0 +1,411 @@
+"""Training of what is one's own: a model, data, a block, a callback; and how a run goes on, adds up and reports."""
+
+import csv
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import revdeq
+from revdeq import __main__
+from revdeq.training import checkpoint, record
+from revdeq.training import run as train
+from revdeq.training.checkpoint import CheckpointError
+from revdeq.training.data import DataError, Examples
+from revdeq.training.presets import SettingError, configured
+from revdeq.training.processes import Processes
+
+pytest.importorskip("tiktoken", reason="needs revdeq[train]")
+
+PUZZLE = {"channels": 4, "updates": 6, "evaluation_batches": 1, "batch": 4, "max_steps": 2, "evaluate_every": 4}
+BLOCKS = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, channels, dimensions):
+        super().__init__()
+        self.conv = nn.Conv1d(channels, channels, 3, padding=1)
+
+    def forward(self, z, x):
+        return torch.tanh(self.conv(z) + x)
+
+class WithoutX(Block):
+    def forward(self, z):
+        return torch.tanh(self.conv(z))
+
+class OneSize(Block):
+    def __init__(self, channels):
+        super().__init__(channels, 1)
+
+class Shorter(Block):
+    def forward(self, z, x):
+        return z[..., 1:]
+
+class Normed(Block):
+    def __init__(self, channels, dimensions):
+        super().__init__(channels, dimensions)
+        self.norm = nn.BatchNorm1d(channels)
+
+    def forward(self, z, x):
+        return self.norm(super().forward(z, x))
+
+def number(channels, dimensions):
+    return 3
+"""
+
+
+class Block(nn.Module):
+    def __init__(self, channels=8, dimensions=1):
+        super().__init__()
+        self.linear = nn.Linear(channels, channels)
+
+    def forward(self, z, x):
+        return torch.tanh(self.linear(z.movedim(1, -1)).movedim(-1, 1) + x)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads, states = torch.get_num_threads(), checkpoint.generators(torch.device("cpu"))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    checkpoint.restore_generators(states, torch.device("cpu"))
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A module of the user's, in the folder that the command is run from."""
+    (tmp_path / "mine.py").write_text(BLOCKS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("mine", None)
+
+
+def command(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["revdeq", *map(str, arguments)])
+    return __main__.main()
+
+
+def own_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(2, 8), revdeq.RevDEQ(Linear(8), max_steps=4), nn.Linear(8, 2))
+
+
+class Linear(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, z, x):
+        return torch.tanh(self.linear(z) + x)
+
+
+def circle(count=200):
+    points = torch.randn(count, 2, generator=torch.Generator().manual_seed(0))
+    return points, (points.norm(dim=1) < 1).long()
+
+
+def train_quietly(model, data, out, **settings):
+    return revdeq.train(model, data, out, device="cpu", quiet=True, **settings)
+
+
+# a model and data of one's own
+
+
+def kind(thing):
+    return type(thing).__name__
+
+
+@pytest.mark.parametrize("data", [circle(), TensorDataset(*circle()), Examples(circle(), valid=circle(20))], ids=kind)
+def test_a_model_of_ones_own_learns_in_place_and_goes_on_bit_for_bit(data, tmp_path):
+    settings = {"epochs": 12, "batch": 20, "lr": 0.02, "schedule": "cosine", "log_every": 4, "save_every": 5}
+    model = own_model()
+    rows = train_quietly(model, data, tmp_path / "whole", **settings)
+    assert rows[-1]["loss"] < 0.7 * rows[0]["loss"] and rows[-1]["metric"] > 0.7 and rows[-1]["evaluations"] == 8
+    other = own_model()
+    with pytest.MonkeyPatch.context() as patch:
+        step = train.Run._step
+        patch.setattr(train.Run, "_step", lambda run: step(run) if run.update < 33 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train_quietly(other, data, tmp_path / "run", **settings)
+    other = own_model()
+    train_quietly(other, data, tmp_path / "run", resume=True, **settings)
+    for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    found = revdeq.models.load(tmp_path / "run/last.pt", own_model())
+    assert torch.equal(found(circle()[0]), model.eval()(circle()[0])) and not found.training
+
+
+def test_numbers_as_targets_are_fitted_by_their_squared_error(tmp_path):
+    points, _ = circle()
+    model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+    rows = train_quietly(model, (points, points.prod(1, keepdim=True)), tmp_path / "run", epochs=40, lr=0.02)
+    assert rows[-1]["metric"] == rows[-1]["evaluation_loss"] < 0.7 * rows[0]["evaluation_loss"]
+    with torch.no_grad():
+        error = (model(points[9::10]) - points[9::10].prod(1, keepdim=True)).square().mean()
+    assert rows[-1]["metric"] == pytest.approx(error.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "model, data, error, message",
+    [
+        (
+            nn.Linear(3, 2),
+            circle(),
+            SettingError,
+            "model=Linear cannot be trained on this data, inputs of shape (2, 2)",
+        ),
+        (nn.Linear(2, 1), circle(), SettingError, "it tells 1 classes apart, and targets go from 0 to 1"),
+        (nn.Flatten(0), circle(), SettingError, "it returns the shape (4,), and must return (2, 'classes')"),
+        (nn.LSTM(2, 2), circle(), SettingError, "it returns a tuple, and must return a tensor"),
+        (nn.Linear(2, 2), (circle()[0], circle()[0][:, 0]), SettingError, "must return that of targets, (2,)"),
+        (nn.Linear(2, 2), circle(5), DataError, "data of 5 examples: without valid, at least 10"),
+        (nn.Linear(2, 2), (circle()[0], circle(3)[1]), DataError, "data has 200 inputs and 3 targets: pass one target"),
+        (nn.Linear(2, 2), DataLoader(TensorDataset(*circle())), DataError, "data is a DataLoader: pass its dataset"),
+        (nn.Linear(2, 2), 3, DataError, "data is of type int: pass a pair of tensors"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_before_anything_is_written(model, data, error, message, tmp_path):
+    with pytest.raises(error) as told:
+        train_quietly(model, data, tmp_path / "run")
+    assert message in str(told.value) and not (tmp_path / "run").exists()
+
+
+def test_an_unknown_setting_of_a_training_is_named(tmp_path):
+    with pytest.raises(
+        SettingError, match="there is no setting 'epoch' \\(did you mean epochs\\?\\): there are epochs,"
+    ):
+        train_quietly(own_model(), circle(), tmp_path, epoch=3)
+
+
+def test_importing_the_package_imports_no_training():
+    code = "import sys, revdeq; print({'revdeq.training', 'revdeq.models', 'huggingface_hub'} & sys.modules.keys())"
+    environment = {"PYTHONPATH": str(Path(revdeq.__file__).parent.parent)}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "set()"
+
+
+# blocks
+
+
+@pytest.mark.parametrize(
+    "block, message",
+    [
+        ("mine:WithoutX", "block = mine:WithoutX makes an f that cannot be called as f(z, x): too many positional"),
+        ("mine:OneSize", "block = mine:OneSize cannot be called as block(channels, dimensions): too many positional"),
+        ("mine:number", "block = mine:number makes a int: block(channels, dimensions) must make a torch.nn.Module"),
+        ("mine:Shorter", "block=mine:Shorter cannot be trained on this data, inputs of shape (2, 1, 16)"),
+        ("mine:Normed", "f contains a BatchNorm in training mode"),
+        ("mine:Other", "block='mine:Other' cannot be imported: module 'mine' has no attribute 'Other'. Run from the"),
+        ("nowhere:Block", "block='nowhere:Block' cannot be imported: No module named 'nowhere'. Run from the folder"),
+        ("Block", "block='Block': it must be module:Class, mine:Block for"),
+    ],
+)
+def test_a_block_that_does_not_fit_is_said_before_anything_is_written(block, message, mine, monkeypatch, capsys):
+    arguments = [part for key, value in PUZZLE.items() for part in ("--set", f"{key}={value}")]
+    assert command(monkeypatch, "train", "prefix-tiny", "--device", "cpu", "--block", block, *arguments) == 1
+    assert message in capsys.readouterr().err and not Path("runs").exists()
+
+
+def test_a_block_from_the_command_line_is_trained_resumed_and_loaded_by_name_only(mine, monkeypatch, capsys):
+    arguments = [part for key, value in PUZZLE.items() for part in ("--set", f"{key}={value}")]
+    assert command(monkeypatch, "train", "prefix-tiny", "--device", "cpu", "--block", "mine:Block", *arguments) == 0
+    assert command(monkeypatch, "train", "--resume", "runs/prefix-tiny", "--device", "cpu", "--set", "updates=8") == 0
+    assert "continuing at update 6" in capsys.readouterr().out
+    assert command(monkeypatch, "evaluate", "runs/prefix-tiny", "--batches", 1, "--device", "cpu") == 1
+    said = "was trained with block='mine:Block', which is code, and no checkpoint holds code: pass the class as block"
+    assert said in capsys.readouterr().err
+    more = ("--batches", 1, "--device", "cpu", "--block", "mine:Block")
+    assert command(monkeypatch, "evaluate", "runs/prefix-tiny/last.pt", *more) == 0
+    assert "prefix-tiny at update 8" in capsys.readouterr().out
+    import mine as module
+
+    model = revdeq.models.load("runs/prefix-tiny", block=module.Block)
+    assert isinstance(model.equilibrium.f, module.Block)
+
+
+def test_a_class_is_a_block_as_its_name_is(tmp_path):
+    train_quietly("prefix-tiny", None, tmp_path / "run", block=Block, **PUZZLE)
+    train_quietly("prefix-tiny", None, tmp_path / "run", resume=True, block=Block, **PUZZLE)
+    assert isinstance(revdeq.models.load(tmp_path / "run", block=Block).equilibrium.f, Block)
+    with pytest.raises(CheckpointError, match="block="):
+        revdeq.models.load(tmp_path / "run")
+
+
+def test_trying_a_block_out_changes_nothing_of_the_training(tmp_path, monkeypatch):
+    train_quietly("prefix-tiny", None, tmp_path / "with", block=Block, **PUZZLE)
+    monkeypatch.setattr(train.Run, "_try_out", lambda run: None)
+    train_quietly("prefix-tiny", None, tmp_path / "without", block=Block, **PUZZLE)
+    a, b = (checkpoint.load(tmp_path / name / "last.pt")["model"] for name in ("with", "without"))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+# going on
+
+
+def test_a_run_goes_on_with_its_own_settings_and_for_longer(tmp_path, monkeypatch, capsys):
+    settings = {**PUZZLE, "schedule": "constant", "max_steps": (2, 5)}
+    train_quietly("prefix-tiny", None, tmp_path / "whole", **{**settings, "updates": 11})
+    train_quietly("prefix-tiny", None, tmp_path / "run", **settings)
+    assert command(monkeypatch, "train", "--resume", tmp_path / "run", "--device", "cpu", "--set", "updates=11") == 0
+    assert "continuing at update 6" in capsys.readouterr().out
+    a, b = (checkpoint.load(tmp_path / name / "last.pt") for name in ("whole", "run"))
+    assert a["update"] == b["update"] == 11
+    assert all(torch.equal(a["model"][key], b["model"][key]) for key in a["model"])
+    for arguments in (["prefix-tiny", "--out", tmp_path / "run", "--resume"], ["--resume", tmp_path / "run"]):
+        assert command(monkeypatch, "train", *arguments, "--device", "cpu") == 0  # there is nothing left to do
+        assert "11 updates" in capsys.readouterr().out
+    assert command(monkeypatch, "train", "--resume", tmp_path / "run", "--set", "lr=1", "--device", "cpu") == 1
+    assert "is of another run, with lr=0.004 (asked for: 1)" in capsys.readouterr().err
+
+
+def test_a_longer_run_follows_the_schedule_of_its_new_length(tmp_path):
+    settings = {**PUZZLE, "warmup": 2, "log_every": 1}
+    whole = train_quietly("prefix-tiny", None, tmp_path / "whole", **{**settings, "updates": 12})
+    train_quietly("prefix-tiny", None, tmp_path / "run", **settings)
+    longer = train_quietly("prefix-tiny", None, tmp_path / "run", resume=True, **{**settings, "updates": 12})
+    rates = [{row["update"]: row["lr"] for row in rows} for rows in (whole, longer)]
+    assert [rates[1][update] for update in range(7, 13)] == [rates[0][update] for update in range(7, 13)]
+    assert abs(rates[1][6]) < 1e-12 < rates[1][7]  # where the shorter run ended
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "name a preset, or with --resume RUN the folder of a run"),
+        (["--resume", "none"], "--resume none: there is no run to go on with, no none/config.json"),
+        (["prefix-tiny", "--resume", "one", "--out", "two"], "--resume one --out two: name one folder"),
+        (["--resume", "broken"], "broken/config.json cannot be read"),
+        (["--resume", "own"], "own is of a model of your own, Linear: go on with revdeq.train(..., resume=True)"),
+    ],
+)
+def test_what_there_is_to_go_on_with_has_to_be_named(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("broken").mkdir()
+    Path("broken/config.json").write_text("{")
+    train_quietly(nn.Linear(2, 2), circle(), "own", epochs=1)
+    assert command(monkeypatch, "train", *arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_resume_before_the_name_of_a_preset(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = [part for key, value in PUZZLE.items() for part in ("--set", f"{key}={value}")]
+    assert command(monkeypatch, "train", "--resume", "prefix-tiny", "--device", "cpu", *arguments) == 0
+    assert "no checkpoint yet" in capsys.readouterr().out and Path("runs/prefix-tiny/last.pt").exists()
+
+
+# gradients of parts
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_accumulated_gradients_are_those_of_the_whole_batch(parts, tmp_path):
+    def gradients(accumulate):
+        preset = configured("prefix-tiny", {**PUZZLE, "batch": 8, "noise": 0.0, "accumulate": accumulate})
+        data = revdeq.training.data.load(preset.data, None, preset.settings)
+        run = train.Run(preset, data, Processes("cpu"), None, tmp_path, quiet=True)
+        loss = run._step()
+        return loss, [p.grad.clone() for p in run.model.parameters()]
+
+    (loss, whole), (other, summed) = gradients(1), gradients(parts)
+    assert other.item() == pytest.approx(loss.item(), rel=1e-6)
+    for a, b in zip(whole, summed, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-7)  # float32 sums in another order
+        assert b.abs().max() > 0
+
+
+def test_accumulation_divides_the_batch(tmp_path):
+    message = "accumulate=3: the 4 examples of a process must be a multiple of it"
+    with pytest.raises(SettingError, match=message):
+        train_quietly("prefix-tiny", None, tmp_path, **PUZZLE, accumulate=3)
+
+
+# what is reported
+
+
+def test_every_loss_averages_as_many_updates(tmp_path, monkeypatch):
+    monkeypatch.setattr(train.Run, "_step", lambda run: torch.tensor(float(run.update)))
+    rows = train_quietly(nn.Linear(2, 2), circle(), tmp_path, epochs=3, batch=20, log_every=4, evaluate_every=5)
+    expected = {u: (u - 4 + u - 1) / 2 for u in range(4, 28)}  # of the updates u - 4 to u - 1, counted from 0
+    assert len(rows) > 8 and {row["update"]: row["loss"] for row in rows} == {
+        r["update"]: expected[r["update"]] for r in rows
+    }
+    assert {5, 10} <= {row["update"] for row in rows}
+
+
+def test_the_speed_is_that_of_updates_alone(tmp_path, monkeypatch):
+    """By a clock that only evaluations, checkpoints and updates move."""
+    now = [0.0]
+    step, evaluate, save = train.Run._step, train.evaluate, train.Run._save
+
+    def taking(seconds, function):
+        def timed(*args):
+            now[0] += seconds
+            return function(*args)
+
+        return timed
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(train.Run, "_step", taking(2.0, step))
+    monkeypatch.setattr(train, "evaluate", taking(1000.0, evaluate))
+    monkeypatch.setattr(train.Run, "_save", taking(100.0, save))
+    rows = train_quietly(
+        nn.Linear(2, 2), circle(), tmp_path, epochs=3, batch=20, log_every=4, evaluate_every=5, save_every=3
+    )
+    assert {row["per_second"] for row in rows} == {10.0}
+    assert rows[-1]["seconds"] > 5000
+
+
+def test_the_time_that_is_left_is_said_without_a_terminal(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = record.Progress(1000, 100, "images", "accuracy")
+    row = {**dict.fromkeys(record.COLUMNS, ""), "loss": 1.0, "metric": 0.5, "per_second": 9, "peak_memory_mib": 7}
+    for now[0], updates in ((30.0, 10), (3600.0, 10)):
+        for _ in range(updates):
+            progress.advance()
+        progress.show({**row, "update": progress.done})
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("update 110 of 1,000: loss 1.0000") and first.endswith("44 min 30 s left")
+    assert second.endswith("44 h 0 min left")
+
+
+def test_a_callback_gets_every_row(tmp_path):
+    seen = []
+    rows = train_quietly("prefix-tiny", None, tmp_path, **PUZZLE, log_every=2, callback=seen.append)
+    assert seen == rows and [row["update"] for row in seen] == [2, 4, 6]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_shows_what_the_table_has(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard", reason="needs revdeq[tensorboard]")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    arguments = [part for key, value in PUZZLE.items() for part in ("--set", f"{key}={value}")]
+    out = tmp_path / "run"
+    for updates in (6, 8):
+        more = ["--set", f"updates={updates}", "--resume", "--log", "tensorboard", "--device", "cpu"]
+        assert command(monkeypatch, "train", "prefix-tiny", "--out", out, *arguments, *more) == 0
+    events = EventAccumulator(str(out))
+    events.Reload()
+    table = list(csv.DictReader((out / "metrics.csv").read_text().splitlines()))
+    for name in ("loss", "lr", "metric"):
+        shown = {event.step: event.value for event in events.Scalars(name)}
+        expected = {int(row["update"]): float(row[name]) for row in table if row[name] != ""}
+        assert shown.keys() == expected.keys() and len(shown) > 1
+        assert all(math.isclose(shown[u], expected[u], rel_tol=1e-6, abs_tol=1e-12) for u in shown)
+
+
+def test_a_missing_tensorboard_is_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert command(monkeypatch, "train", "prefix-tiny", "--out", tmp_path / "run", "--log", "tensorboard") == 1
+    assert "TensorBoard needs tensorboard: pip install 'revdeq[tensorboard]'" in capsys.readouterr().err
