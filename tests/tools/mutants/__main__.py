@@ -32,8 +32,8 @@ INTERPRETED = {
 
 
 def suites(file: str) -> dict[str, list[str]]:
-    """What may notice a bug in this file: the tests of launches, if it is about them, those of bits, not of layouts, and
-    budgets on one GPU. Those that tell soonest come first."""
+    """What may notice a bug in this file: the tests of launches, if it is about them, those of bits, not of layouts,
+    and budgets on one GPU. Those that tell soonest come first."""
     return {
         "launches": ["tests/kernels/test_launch.py"] if file == "kernels/launch.py" else [],
         "emulator": ["tests/kernels/test_emulated_kernels.py", "--sample", "0"],
