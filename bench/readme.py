@@ -1,4 +1,5 @@
-"""Writes the numbers of README.md, docs/speed.md and docs/gpu.md from the table that they were measured in: they cannot drift.
+"""Writes the numbers of README.md, docs/speed.md and docs/gpu.md from the table that they were measured in: they
+cannot drift.
 
     python bench/readme.py            # after make bench
     python bench/readme.py --check    # as the tests do: fails if a page says something else
