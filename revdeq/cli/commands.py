@@ -32,7 +32,11 @@ def demo(parser: argparse.ArgumentParser) -> Run:
         if missing := [name for name in ("matplotlib", "sklearn", "tqdm") if importlib.util.find_spec(name) is None]:
             print(f"The demo needs {', '.join(missing)}: pip install 'revdeq[demo]'", file=sys.stderr)
             return 1
+        import torch
+
         from . import demo
+
+        torch.set_num_threads(1)  # its tensors are small: threads would wait for each other longer than they compute
 
         demo.run(out)
         return 0
