@@ -396,6 +396,12 @@ def _settings(config: dict[str, Any], named: dict[str, Any]) -> tuple[dict[str, 
 
 def _checked_spelling(named: dict[str, Any]) -> list[str]:
     """The names of keywords that mean nothing here, and look like none that does."""
+    for ours, theirs in {
+        "max_steps": "f_max_iter, which counts evaluations of f, two to a step",
+        "tol": "f_tol",
+    }.items():
+        if ours in named:
+            raise TypeError(f"unknown keyword {ours} = {named[ours]!r}: in torchdeq it is called {theirs}")
     known = (*USED, *SETTINGS, *(f"rev_{name}" for name in SETTINGS), *MEANINGLESS, "gamma")
     unknown = [name for name in named if name not in known and not name.startswith(ELSEWHERE)]
     for name in unknown:

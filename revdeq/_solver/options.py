@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
 
+import torch
+
 from ..kernels.half_step import float32
 from .monitor import CHECKS
 
@@ -136,7 +138,10 @@ def options_from(keywords: dict[str, Any]) -> Options:
         if name not in NAMES:
             close = difflib.get_close_matches(name, NAMES, n=1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(NAMES)}"
-            raise TypeError(f"unknown keyword {name} = {keywords[name]!r}: {hint}")
+            value = keywords[name]
+            if isinstance(value, torch.Tensor):
+                raise TypeError(f"unknown keyword {name}, a tensor: what f takes beside z is passed by position")
+            raise TypeError(f"unknown keyword {name} = {value!r}: {hint}")
     return Options(**keywords)
 
 

@@ -173,11 +173,12 @@ class Integers(Scheme):
                 f"{size:.3g}: with this beta the iteration diverges; use a smaller one (revdeq.tune finds a good one), "
                 "or state=revdeq.Exact(fraction_bits=...) with fewer fraction bits"
             )
+        diverging = "; or the iteration diverges, and needs other coefficients (revdeq.tune)" if name == "f" else ""
         needed = 30 - max(0, math.frexp(max(size, limit))[1])
         remedy = f"use state=revdeq.Exact(fraction_bits={needed}), or " if needed >= 1 else ""
         return OverflowError(
             f"{what}: {name} reached {size:.3g}, but {fraction_bits} fraction bits hold magnitudes below {limit:g}; "
-            f"{remedy}normalise {name}"
+            f"{remedy}normalise {name}{diverging}"
         )
 
 

@@ -234,7 +234,9 @@ def _saved(last: Path, preset: Preset, resume: bool) -> dict[str, Any] | None:
     if not last.exists():
         return None
     if not resume:
-        raise CheckpointError(f"{last} is there already: continue it with --resume, or choose another --out")
+        raise CheckpointError(
+            f"{last} is there already: continue it with --resume (resume=True), or choose another --out"
+        )
     saved = checkpoint.load(last)
     if "optimizer" not in saved:
         raise CheckpointError(

@@ -618,7 +618,10 @@ def test_a_folder_with_another_run_is_left_alone(folder, tmp_path, monkeypatch, 
     before = (out / "last.pt").read_bytes()
     settings = assignments({**IMAGES, "updates": 3})
     cases = [
-        (["cifar10-tiny", *settings], "is there already: continue it with --resume, or choose another --out"),
+        (
+            ["cifar10-tiny", *settings],
+            "is there already: continue it with --resume (resume=True), or choose another --out",
+        ),
         (
             ["cifar10-tiny", *settings, "--set", "lr=0.1", "--resume"],
             "is of another run, with lr=0.003 (asked for: 0.1)",
