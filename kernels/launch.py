@@ -4,11 +4,16 @@ Triton finds out at each launch which of its compiled kernels fits the arguments
 is a multiple of 16 and, on AMD, by whether its memory is below 2 GiB. Here that is asked once for all arguments that
 are alike in these respects, and the compiled kernel is called from then on. Where it is not known what Triton asks,
 and where somebody watches launches, Triton launches.
+
+A state of several tensors takes the same half-step for each of its leaves, of which one launch does several.
 """
 
 import contextlib
 import functools
-from typing import Any, TypeAlias
+import itertools
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -22,11 +27,73 @@ KNOWN = (3, 7)
 Tensors: TypeAlias = Any  # a tuple of tensors, and of None where a kernel is not given one; the first is none of those
 Numbers: TypeAlias = tuple[int | None, ...]
 
+MOST = 8
+"""As many leaves go into one launch. To choose among them takes each program a few instructions for each."""
+
 _compiled: dict[Any, Any] = {}
 
 
+class Kernel(NamedTuple):
+    """one: for one tensor. leaves: the same for several, which takes a tuple of tensors for each of its tensors, then a
+    tuple of their numbers of elements and a tuple of the programs that begin with them, both as `odd` makes them."""
+
+    one: Any
+    leaves: Any
+
+
+class _Launch(NamedTuple):
+    """numbers: the number of elements comes first."""
+
+    kernel: Kernel
+    warps: int
+    programs: int
+    tensors: Tensors
+    numbers: Numbers
+    constants: tuple[Any, ...]
+
+
+_put_off: ContextVar[list[_Launch] | None] = ContextVar("revdeq_put_off", default=None)
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Launches inside take place at the end, and of those that are alike, several are one. None of them may need what
+    another one writes."""
+    launches: list[_Launch] = []
+    token = _put_off.set(launches)
+    try:
+        yield
+    finally:
+        _put_off.reset(token)
+    groups: dict[Any, list[_Launch]] = {}
+    for it in launches:
+        key = it.kernel.one.fn, it.warps, it.constants, it.tensors[0].device, it.numbers[1:], *_kinds(it.tensors)
+        groups.setdefault(key, []).append(it)
+    for (_, _, _, _, _, *kinds), alike in groups.items():
+        for i in range(0, len(alike), MOST):
+            _launch_leaves(alike[i : i + MOST], kinds)
+
+
+def _launch_leaves(alike: list[_Launch], kinds: list[Any]) -> None:
+    if len(alike) == 1:
+        _launch(*alike[0])
+        return
+    kernel, warps, _, tensors, (_, *numbers), constants = alike[0]
+    *first, programs = itertools.accumulate((it.programs for it in alike), initial=0)
+    columns = zip(*(it.tensors for it in alike), strict=True)
+    leaves = tuple([None if column[0] is None else column for column in columns])
+    sizes = tuple([odd(it.numbers[0]) for it in alike])
+    numbers = sizes, tuple(map(odd, first)), *numbers
+    _run(kernel.leaves, warps, tensors[0].device, programs, kinds, leaves, numbers, constants)
+
+
+def odd(number: Any) -> int:
+    """Above 1. Triton specialises numbers in a tuple, whatever it is told, for 1 and for multiples of 16."""
+    return 2 * number + 3
+
+
 def launch_blocks(
-    kernel: Any, warps: int, block: int, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...] = ()
+    kernel: Kernel, warps: int, block: int, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...] = ()
 ) -> None:
     """A program for each block of the first tensor, the state.
 
@@ -37,22 +104,34 @@ def launch_blocks(
     _launch(kernel, warps, -(-n // block), tensors, (n, *numbers), (*constants, block))
 
 
-def launch_chunks(kernel: Any, warps: int, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...] = ()) -> None:
+def launch_chunks(
+    kernel: Kernel, warps: int, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...] = ()
+) -> None:
     """A program for each chunk of rows, which leaves a sum or a maximum for each lane."""
     n, rows, lanes = tensors[0].numel(), half_step.ROWS, half_step.LANES
     _launch(kernel, warps, -(-n // (rows * lanes)), tensors, (n, *numbers), (*constants, rows, lanes))
 
 
 def _launch(
-    kernel: Any, warps: int, programs: int, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...]
+    kernel: Kernel, warps: int, programs: int, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...]
 ) -> None:
     if programs == 0:
         return
-    device = tensors[0].device
+    device, put_off = tensors[0].device, _put_off.get()
+    if put_off is not None and is_known(kernel.leaves, device):
+        put_off.append(_Launch(kernel, warps, programs, tensors, numbers, constants))
+    else:
+        _run(kernel.one, warps, device, programs, _kinds(tensors), tensors, numbers, constants)
+
+
+def _run(
+    kernel: Any, warps: int, device: torch.device, programs: int, kinds: list[Any], tensors: Tensors, numbers: Any,
+    constants: tuple[Any, ...],
+) -> None:  # fmt: skip
     if not is_known(kernel, device) or _is_watched(kernel):
         _launch_by_triton(kernel, warps, device, programs, (*tensors, *numbers, *constants))
         return
-    key = kernel.fn, warps, device.index, constants, _types(numbers), *_kinds(tensors)
+    key = kernel.fn, warps, device.index, constants, _types(numbers), *kinds
     compiled = _compiled.get(key)
     if compiled is None:
         _compiled[key] = _launch_by_triton(kernel, warps, device, programs, (*tensors, *numbers, *constants))
@@ -109,9 +188,9 @@ def has_a_limited_range() -> bool:
 
 
 @functools.lru_cache(4096)
-def _types(numbers: Numbers) -> tuple[bool | None, ...]:
-    """Whether Triton takes them for 32-bit integers."""
-    return tuple([None if x is None else -(2**31) <= x < 2**31 for x in numbers])
+def _types(numbers: Any) -> tuple[Any, ...]:
+    """Whether Triton takes them for 32-bit integers, those in tuples too."""
+    return tuple([None if x is None else _types(x) if isinstance(x, tuple) else -(2**31) <= x < 2**31 for x in numbers])
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
