@@ -69,7 +69,7 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     r"and\.(b16|b32|b64|pred)": np.bitwise_and,
     r"or\.(b16|b32|b64|pred)": np.bitwise_or,
     r"xor\.(b16|b32|b64|pred)": np.bitwise_xor,
-    r"not\.(pred)": np.invert,
+    r"not\.(b64|pred)": np.invert,
 }
 
 SHIFTS = {r"shl\.(b16|b32|b64)": _shift_left, r"shr\.([us]32|[us]64)": _shift_right}

@@ -8,7 +8,6 @@ from .instructions import DTYPES, execute, is_known
 from .memory import Memory
 from .parse import EmulationError, Program, elements
 
-
 PARAMETERS = 1 << 60
 """Where they begin, in a memory of their own."""
 
