@@ -123,11 +123,18 @@ def _relax_leaves_kernel(p_state, p_f, p_read, p_copy, n, first, a, b, c, BLOCK:
 
 
 @triton.jit
+def _rows_left(left, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Those of a chunk that have an element. In the last chunk their number is not known to the compiler, which would
+    take many registers to unroll masked rows."""
+    return ROWS if left is None else tl.cdiv(left, LANES).to(tl.int32)
+
+
+@triton.jit
 def _relax_rows(p_state, p_f, p_read, p_copy, left, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr):
     """The chunk's squared changes and squared new states, by lanes. `left` is None in a full chunk."""
     b_change = tl.full((LANES,), 0.0, tl.float64)
     b_value = tl.full((LANES,), 0.0, tl.float64)
-    for row in tl.range(ROWS):
+    for row in tl.range(_rows_left(left, ROWS, LANES)):
         o_x = row * LANES + _offsets(LANES)
         m_x = None if left is None else o_x < left
         b_state, b_next = _relax_block(p_state, p_f, p_read, p_copy, o_x, m_x, a, b, c)
@@ -323,7 +330,7 @@ def _compare_rows(
 ):  # fmt: skip
     """The chunk's largest relative error, by lanes, as bits."""
     b_worst = tl.full((LANES,), 0, tl.int32)
-    for row in tl.range(ROWS):
+    for row in tl.range(_rows_left(left, ROWS, LANES)):
         o_x = row * LANES + _offsets(LANES)
         m_x = None if left is None else o_x < left
         b_state = tl.load(p_state + o_x, mask=m_x)

@@ -187,7 +187,7 @@ def _relax_rows(
 ):  # fmt: skip
     b_change = tl.full((LANES,), 0.0, tl.float32)
     b_value = tl.full((LANES,), 0.0, tl.float32)
-    for row in tl.range(ROWS):
+    for row in tl.range(gpu._rows_left(left, ROWS, LANES)):
         o_lane = gpu._offsets(LANES)
         o_x = row * LANES + o_lane
         m_x = None if left is None else o_x < left
@@ -349,7 +349,7 @@ def _compare_rows(
     SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     b_worst = tl.full((LANES,), 0, tl.int32)
-    for row in tl.range(ROWS):
+    for row in tl.range(gpu._rows_left(left, ROWS, LANES)):
         o_x = row * LANES + gpu._offsets(LANES)
         m_x = None if left is None else o_x < left
         b_state = _load(p_state + o_x, m_x)

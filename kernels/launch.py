@@ -11,7 +11,7 @@ A state of several tensors takes the same half-step for each of its leaves, of w
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,8 +27,11 @@ KNOWN = (3, 7)
 Tensors: TypeAlias = Any  # a tuple of tensors, and of None where a kernel is not given one; the first is none of those
 Numbers: TypeAlias = tuple[int | None, ...]
 
-MOST = 8
-"""As many leaves go into one launch. To choose among them takes each program a few instructions for each."""
+LEAVES = 8
+"""As many go into one launch: to choose among them takes a program a few instructions for each."""
+
+AMD_POINTERS = 32
+"""As many go into one launch of leaves on AMD's GPUs, which bring them all into scalar registers, and spill more."""
 
 _compiled: dict[Any, Any] = {}
 
@@ -42,14 +45,12 @@ class Kernel(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """numbers: the number of elements comes first."""
+    """what: the kernel, its warps, the device, numbers and constants, which leaves that go together have in common."""
 
-    kernel: Kernel
-    warps: int
+    what: tuple[Kernel, int, torch.device, Numbers, tuple[Any, ...]]
     programs: int
+    n: int
     tensors: Tensors
-    numbers: Numbers
-    constants: tuple[Any, ...]
 
 
 _put_off: ContextVar[list[_Launch] | None] = ContextVar("revdeq_put_off", default=None)
@@ -65,31 +66,37 @@ def together() -> Iterator[None]:
         yield
     finally:
         _put_off.reset(token)
-    groups: dict[Any, list[_Launch]] = {}
-    for it in launches:
-        key = it.kernel.one.fn, it.warps, it.constants, it.tensors[0].device, it.numbers[1:], *_kinds(it.tensors)
-        groups.setdefault(key, []).append(it)
-    for (_, _, _, _, _, *kinds), alike in groups.items():
-        for i in range(0, len(alike), MOST):
-            _launch_leaves(alike[i : i + MOST], kinds)
+    kinds = [_kinds(it.tensors) for it in launches]
+    while launches:
+        what, alike, others = launches[0].what, [], []
+        for it, kind in zip(launches, kinds, strict=True):
+            (alike if kind == kinds[0] and it.what == what else others).append((it, kind))
+        most = _most(launches[0].tensors)
+        for i in range(0, len(alike), most):
+            _launch_leaves([it for it, _ in alike[i : i + most]], kinds[0])
+        launches, kinds = [it for it, _ in others], [kind for _, kind in others]
 
 
 def _launch_leaves(alike: list[_Launch], kinds: list[Any]) -> None:
+    (kernel, warps, device, numbers, constants), programs, n, tensors = alike[0]
     if len(alike) == 1:
-        _launch(*alike[0])
+        _run(kernel.one, warps, device, programs, kinds, tensors, (n, *numbers), constants)
         return
-    kernel, warps, _, tensors, (_, *numbers), constants = alike[0]
-    *first, programs = itertools.accumulate((it.programs for it in alike), initial=0)
-    columns = zip(*(it.tensors for it in alike), strict=True)
-    leaves = tuple([None if column[0] is None else column for column in columns])
-    sizes = tuple([odd(it.numbers[0]) for it in alike])
-    numbers = sizes, tuple(map(odd, first)), *numbers
-    _run(kernel.leaves, warps, tensors[0].device, programs, kinds, leaves, numbers, constants)
+    _, counts, sizes, rows = zip(*alike, strict=True)
+    *first, programs = itertools.accumulate(counts, initial=0)
+    leaves = [None if column[0] is None else column for column in zip(*rows, strict=True)]
+    numbers = odd(sizes), odd(first), *numbers
+    _run(kernel.leaves, warps, device, programs, kinds, leaves, numbers, constants)
 
 
-def odd(number: Any) -> int:
-    """Above 1. Triton specialises numbers in a tuple, whatever it is told, for 1 and for multiples of 16."""
-    return 2 * number + 3
+def _most(tensors: Tensors) -> int:
+    """Leaves of one launch, of which each has these."""
+    return min(LEAVES, AMD_POINTERS // sum(x is not None for x in tensors)) if is_amd() else LEAVES
+
+
+def odd(numbers: Iterable[int]) -> tuple[int, ...]:
+    """And above 1: Triton specialises a number in a tuple, whatever it is told, if it is 1 or a multiple of 16."""
+    return tuple([2 * x + 3 for x in numbers])
 
 
 def launch_blocks(
@@ -101,7 +108,7 @@ def launch_blocks(
     constants and the size of a block.
     """
     n = tensors[0].numel()
-    _launch(kernel, warps, -(-n // block), tensors, (n, *numbers), (*constants, block))
+    _launch(kernel, warps, -(-n // block), n, tensors, numbers, (*constants, block))
 
 
 def launch_chunks(
@@ -109,19 +116,19 @@ def launch_chunks(
 ) -> None:
     """A program for each chunk of rows, which leaves a sum or a maximum for each lane."""
     n, rows, lanes = tensors[0].numel(), half_step.ROWS, half_step.LANES
-    _launch(kernel, warps, -(-n // (rows * lanes)), tensors, (n, *numbers), (*constants, rows, lanes))
+    _launch(kernel, warps, -(-n // (rows * lanes)), n, tensors, numbers, (*constants, rows, lanes))
 
 
 def _launch(
-    kernel: Kernel, warps: int, programs: int, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...]
+    kernel: Kernel, warps: int, programs: int, n: int, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...]
 ) -> None:
     if programs == 0:
         return
     device, put_off = tensors[0].device, _put_off.get()
     if put_off is not None and is_known(kernel.leaves, device):
-        put_off.append(_Launch(kernel, warps, programs, tensors, numbers, constants))
+        put_off.append(_Launch((kernel, warps, device, numbers, constants), programs, n, tensors))
     else:
-        _run(kernel.one, warps, device, programs, _kinds(tensors), tensors, numbers, constants)
+        _run(kernel.one, warps, device, programs, _kinds(tensors), tensors, (n, *numbers), constants)
 
 
 def _run(
@@ -177,13 +184,12 @@ def _is_watched(kernel: Any) -> bool:
 def _kinds(tensors: Tensors) -> list[Any]:
     """What of tensors a kernel is compiled for."""
     kinds = [None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
-    if has_a_limited_range():
+    if is_amd():  # whose instructions differ for memory below 2 GiB
         kinds += [None if x is None else x.untyped_storage().nbytes() < 2**31 for x in tensors]
     return kinds
 
 
-def has_a_limited_range() -> bool:
-    """Whether instructions differ for memory below 2 GiB, as they do on AMD's GPUs."""
+def is_amd() -> bool:
     return torch.version.hip is not None
 
 

@@ -95,7 +95,7 @@ def test_all_leaves_of_a_state_take_one_launch_per_half_step(monkeypatch, state,
     }
     assert driver.launches == {f"_{name}_leaves_kernel": count for name, count in half_steps.items()}
     driver.launches.clear()
-    monkeypatch.setattr(revdeq.kernels.launch, "MOST", 1)
+    monkeypatch.setattr(revdeq.kernels.launch, "LEAVES", 1)
     with emulated():
         assert all(map(torch.equal, solve_leaves(DEVICE, SIZES, **settings), expected))
         driver.synchronize(DEVICE)
