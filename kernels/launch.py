@@ -66,15 +66,16 @@ def together() -> Iterator[None]:
         yield
     finally:
         _put_off.reset(token)
-    kinds = [_kinds(it.tensors) for it in launches]
-    while launches:
-        what, alike, others = launches[0].what, [], []
-        for it, kind in zip(launches, kinds, strict=True):
-            (alike if kind == kinds[0] and it.what == what else others).append((it, kind))
-        most = _most(launches[0].tensors)
+    rows = [(it.what, _kinds(it.tensors), it) for it in launches]
+    while rows:
+        what, kinds, it = rows[0]
+        alike = [row[2] for row in rows if row[1] == kinds and row[0] == what]
+        most = _most(it.tensors)
         for i in range(0, len(alike), most):
-            _launch_leaves([it for it, _ in alike[i : i + most]], kinds[0])
-        launches, kinds = [it for it, _ in others], [kind for _, kind in others]
+            _launch_leaves(alike[i : i + most], kinds)
+        if len(alike) == len(rows):
+            return
+        rows = [row for row in rows if row[1] != kinds or row[0] != what]
 
 
 def _launch_leaves(alike: list[_Launch], kinds: list[Any]) -> None:
@@ -85,8 +86,7 @@ def _launch_leaves(alike: list[_Launch], kinds: list[Any]) -> None:
     _, counts, sizes, rows = zip(*alike, strict=True)
     *first, programs = itertools.accumulate(counts, initial=0)
     leaves = [None if column[0] is None else column for column in zip(*rows, strict=True)]
-    numbers = odd(sizes), odd(first), *numbers
-    _run(kernel.leaves, warps, device, programs, kinds, leaves, numbers, constants)
+    _run(kernel.leaves, warps, device, programs, kinds, leaves, (odd(sizes), odd(first), *numbers), constants)
 
 
 def _most(tensors: Tensors) -> int:
