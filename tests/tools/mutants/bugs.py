@@ -116,8 +116,8 @@ BUGS = (
         "_of(p_state, first, at), p_f[0], gpu._of(p_read, first, at), gpu._of(p_copy, first, at),\n"
         "        gpu._of(p_adjoint"),
     bug("sums of one leaf among those of another", "gpu.py", "tl.cdiv(n_leaf, ROWS * LANES)", "tl.num_programs(0)"),
-    bug("a leaf is the last of those before it", "launch.py", "*first, programs = itertools.accumulate(counts, initial=0)",
-        "*first, programs = itertools.accumulate((c - 1 for c in counts), initial=0)"),
+    bug("a leaf is the last of those before it", "launch.py", "itertools.accumulate(counts, initial=0)",
+        "itertools.accumulate((c - 1 for c in counts), initial=0)"),
     bug("leaves that are not aligned alike", "launch.py", "if row[1] == kinds and row[0] == what",
         "if row[0] == what", ("if row[1] != kinds or row[0] != what", "if row[0] != what")),
     bug("leaves of different steps", "launch.py", "if row[1] == kinds and row[0] == what",
