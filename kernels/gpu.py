@@ -126,7 +126,7 @@ def _relax_leaves_kernel(p_state, p_f, p_read, p_copy, n, first, a, b, c, BLOCK:
 def _rows_left(left, ROWS: tl.constexpr, LANES: tl.constexpr):
     """Those of a chunk that have an element. In the last chunk their number is not known to the compiler, which would
     take many registers to unroll masked rows."""
-    return ROWS if left is None else tl.cdiv(left, LANES).to(tl.int32)
+    return ROWS if left is None else ((left + (LANES - 1)) // LANES).to(tl.int32)
 
 
 @triton.jit
