@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test demo bench lint docs mutants dist clean
+.PHONY: test demo bench gpu lint docs mutants dist clean
 
 # Two processes of one thread each: threads that wait for each other spin, and would slow both down.
 test: .venv/installed
@@ -13,6 +13,10 @@ demo: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python bench/run.py $(if $(ONLY),--only $(ONLY)) $(if $(QUICK),--quick)
+
+# Whatever a machine with a GPU can tell, in one file.
+gpu: .venv/installed
+	$(BIN)/python bench/gpu.py $(if $(QUICK),--quick)
 
 lint: .venv/installed
 	$(BIN)/ruff check

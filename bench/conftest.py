@@ -3,6 +3,11 @@ from pathlib import Path
 import pytest
 from table import Table, device_name
 
+from revdeq.cli.doctor import ENOUGH
+
+ENDURING = 22
+"""The logarithm of the elements from which on no cache holds them, and no launch counts."""
+
 
 def pytest_addoption(parser):
     parser.addoption("--table", type=Path, help="the CSV to add the measurements to")
@@ -36,3 +41,14 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(
             f"{benchmark.group:26}{benchmark.extra_info['seconds'] * 1e6:9.1f} us{''.join(cells)}"
         )
+    terminalreporter.section(f"share of a copy's bandwidth, from 2^{ENDURING} elements on; below {ENOUGH}: marked *")
+    for benchmark in benchmarks:
+        if int(benchmark.group.rpartition("^")[2]) >= ENDURING:
+            shares = bandwidth_shares(benchmark.extra_info["ratios"])
+            cells = (f"{name} {share:.2f}{'*' if share < ENOUGH else ''}" for name, share in shares.items())
+            terminalreporter.write_line(f"{benchmark.group:26}{', '.join(cells)}")
+
+
+def bandwidth_shares(ratios):
+    """Of the fused half-steps: what a copy of the same bytes takes, over what they take."""
+    return {name: ratios["copy"] / ratio for name, ratio in ratios.items() if name.startswith("fused")}

@@ -87,7 +87,7 @@ def report(results, runs=None):
         lines += puzzle_lines(name, ours, probes, memory) if study.sizes else score_lines(name, ours, speeds)
         lines += [f"![{name}]({name}.png)", "", "```"]
         lines += [*dict.fromkeys(row["command"] for row in ours if row["seed"] == "0"), "```", ""]
-        figure, said = drawn(name, ours, curves, probes)
+        figure, said = drawn(name, ours, curves, probes, speeds)
         figure.savefig(results / f"{name}.png", dpi=120)
         lines += said
     if runs is not None and (lines_begun := list(begun(runs))):
@@ -98,24 +98,29 @@ def report(results, runs=None):
     print("\n".join(lines))
 
 
-def score_lines(name, ours, speeds):
-    """A table of the same updates for all, one of the same time, and one of what else there is."""
+def by_budget(name, ours, speeds):
+    """The rows of a study in three tables: with the same updates for all, with the same time, and the others."""
     study = STUDIES[name]
-    same_time = {label: updates for (_, label), updates in equal_time(name, speeds).items()}
-    first = f"{study.updates} updates each"
-    tables = {
-        first: [row for row in ours if int(row["updates"]) == study.updates],
-        f'The time of {study.updates} updates of "{study.clock}" each': [
-            row for row in ours if int(row["updates"]) == same_time.get(row["label"])
-        ],
-    }
-    told = [row for rows in tables.values() for row in rows]
-    tables["Longer trainings"] = [row for row in ours if row not in told]
-    for title, rows in tables.items():
+    updates = {label: updates for (_, label), updates in equal_time(name, speeds).items()}
+    same_updates = [row for row in ours if int(row["updates"]) == study.updates]
+    same_time = [row for row in ours if int(row["updates"]) == updates.get(row["label"])]
+    if not any(row not in same_updates for row in same_time):
+        same_time = []
+    return same_updates, same_time, [row for row in ours if row not in [*same_updates, *same_time]]
+
+
+def score_lines(name, ours, speeds):
+    study = STUDIES[name]
+    same_updates, same_time, longer = by_budget(name, ours, speeds)
+    for title, rows, wanted in (
+        (f"{study.updates} updates each", same_updates, len(study.rates)),
+        (f'The time of {study.updates} updates of "{study.clock}" each', same_time, 1),
+        ("Longer trainings", longer, 1),
+    ):
         if rows:
             yield f"**{title}**"
             yield ""
-            yield from score_table(rows, len(study.rates) if title == first else 1)
+            yield from score_table(rows, wanted)
 
 
 def score_table(ours, wanted):
@@ -174,24 +179,33 @@ def puzzle_lines(name, ours, probes, memory):
     yield ""
 
 
-def drawn(name, ours, curves, probes):
+def drawn(name, ours, curves, probes, speeds=()):
     """The figure of a study, and what there is to say about it."""
     from matplotlib.figure import Figure
 
-    study, groups = STUDIES[name], list(chosen(ours))
+    study = STUDIES[name]
+    same_updates, same_time, _ = by_budget(name, ours, speeds)
+    ours = same_updates or ours
+    groups = list(chosen(ours))
     figure = Figure(figsize=(12, max(4.6, 1 + 0.35 * len(groups))), layout="constrained")
     left, right = figure.subplots(1, 2)
     said, legends = [], (left, right)
     if study.sizes:
         plot_solved(left, right, study, groups, probes)
+    elif name == "states":
+        plot_losses(left, groups, curves)
+        said = differences(right, ours, curves)
+    elif same_time:
+        plot_scores(left, groups)
+        left.set_title(f"{study.updates} updates each", fontsize=10)
+        plot_scores(right, list(chosen(same_time)))
+        right.set_title("the same time each", fontsize=10)
+        legends = ()
     else:
         plot_losses(left, groups, curves)
-        if name == "states":
-            said = differences(right, ours, curves)
-        else:
-            plot_scores(right, groups)
-            left.set_title("colours as on the right", fontsize=10)
-            legends = ()
+        plot_scores(right, groups)
+        left.set_title("colours as on the right", fontsize=10)
+        legends = ()
     for axes in (left, right):
         axes.grid(alpha=0.3)
         if axes in legends:  # below the panel, where it covers nothing

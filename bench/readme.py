@@ -1,4 +1,5 @@
-"""Writes the numbers of README.md and docs/speed.md from the table that they were measured in: they cannot drift.
+"""Writes the numbers of README.md, docs/speed.md and docs/gpu.md from the table that they were measured in: they
+cannot drift.
 
     python bench/readme.py            # after make bench
     python bench/readme.py --check    # as the tests do: fails if a page says something else
@@ -16,7 +17,7 @@ from pathlib import Path
 import table
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs/speed.md")
+PAGES = (ROOT / "README.md", ROOT / "docs/speed.md", ROOT / "docs/gpu.md")
 RESULTS = Path(__file__).parent / "results" / "amd-epyc-2-threads"
 """The measurements that these pages quote."""
 

@@ -85,8 +85,11 @@ SOLVERS = {
     "torchdeq Anderson, IFT, 30 iterations": with_torchdeq("anderson", iterations=30, ift=True),
 }
 ONLY_AT = {
-    "torchdeq Broyden, IFT": (1, 2, 4, 8, 16),
-    "torchdeq Anderson, phantom": (1, 2, 4, 8, 16),
+    "stored graph": (1, 2, 4, 8, 16, 64),
+    "checkpoint": (1, 2, 4, 8, 16, 64),
+    "torchdeq Anderson, IFT": (1, 4, 8, 16, 64),
+    "torchdeq Broyden, IFT": (1, 4, 8, 16),
+    "torchdeq Anderson, phantom": (1, 4, 8, 16),
     "torchdeq Anderson, IFT, 30 iterations": (8,),
 }
 """For want of time, not at every N. 30 iterations are what is commonly run, beside N = 8."""

@@ -1,8 +1,11 @@
 """The benchmarks' tables: written, read, compared, quoted. (What they measure is measured by make bench.)"""
 
 import dataclasses
+import importlib.util
+import json
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -183,6 +186,46 @@ def test_every_committed_row_is_of_a_part_and_of_a_commit():
     assert run.BENCHMARKS.keys() == run.PARTS.keys()
     assert all(r.benchmark.startswith(starts) for r in rows)
     assert not [r for r in rows if r.commit.endswith("-dirty")]
+
+
+def test_what_fails_or_takes_too_long_on_a_gpu_does_not_lose_the_rest(tmp_path, monkeypatch, capsys):
+    import gpu
+
+    def python(code):
+        return [sys.executable, "-c", code]
+
+    chosen = {
+        "slow": (python("import time; print('begun', flush=True); time.sleep(60)"), 2),
+        "broken": (python("raise SystemExit(3)"), 60),
+        "fine": (python("print('all is well')"), 60),
+    }
+    monkeypatch.setattr(gpu, "parts", lambda quick, out: chosen)
+    monkeypatch.setattr(gpu, "device", lambda: ("Some GPU (80 GB)", True))
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path)])
+    assert gpu.main() == 1
+    (archive,) = tmp_path.iterdir()
+    assert archive.name.startswith("revdeq-some-gpu-80-gb-") and str(archive) in capsys.readouterr().out
+    with tarfile.open(archive) as file:
+        texts = {Path(m.name).name: file.extractfile(m).read().decode() for m in file.getmembers() if m.isfile()}
+    assert (texts["slow.txt"], texts["fine.txt"]) == ("begun\n", "all is well\n")
+    ended = {name: part["how"] for name, part in json.loads(texts["summary.json"])["parts"].items()}
+    assert ended == {"slow": "stopped after 2 s", "broken": "failed with code 3", "fine": "passed"}
+
+
+def test_what_is_run_on_a_gpu_is_there(tmp_path):
+    import gpu
+
+    named = [x for command, _ in gpu.parts(False, tmp_path).values() for x in command if x.startswith("tests/")]
+    assert len(named) == 4 and all((BENCH.parent / name).exists() for name in named)
+    assert gpu.device()[0] != "unknown device"
+
+
+def test_the_share_of_a_copys_bandwidth():
+    spec = importlib.util.spec_from_file_location("bench_conftest", BENCH / "conftest.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ratios = {"fused": 1.0, "fused with norms": 2.0, "unfused": 9.0, "copy": 0.9}
+    assert module.bandwidth_shares(ratios) == {"fused": 0.9, "fused with norms": 0.45}
 
 
 def test_the_zoo_asks_for_a_checkout_of_torchdeq(tmp_path):

@@ -92,6 +92,18 @@ def test_the_figures_of_the_evidence_when_all_of_it_is_there(study, seeds):
     assert readable.complaints(figure) == []
 
 
+@pytest.mark.parametrize("study", [name for name, study in evidence.STUDIES.items() if study.clock])
+def test_the_figures_of_equal_updates_and_of_equal_time(study):
+    updates, clock = evidence.STUDIES[study].updates, evidence.STUDIES[study].clock
+    speeds = [
+        {"study": study, "label": label, "seconds": "1" if label == clock else "0.5"}
+        for label, _ in evidence.variants(study)
+    ]
+    figure, _ = evidence_report.drawn(study, *trained(study, 3, (updates, 2 * updates)), speeds)
+    assert readable.complaints(figure) == []
+    assert [axes.get_title() for axes in figure.axes] == [f"{updates} updates each", "the same time each"]
+
+
 def test_the_pictures_of_a_maze():
     inputs, targets = Mazes(cells=12).made(1, torch.Generator().manual_seed(0))
     answers = {n: targets[0] * min(1.0, n / 16) for n in maze_picture.FRAMES}

@@ -10,7 +10,10 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..training.presets import Preset
 
 Run = Callable[[argparse.Namespace], int]
 NEEDED = ("PIL", "matplotlib", "numpy", "tiktoken", "tqdm")
@@ -29,7 +32,11 @@ def demo(parser: argparse.ArgumentParser) -> Run:
         if missing := [name for name in ("matplotlib", "sklearn", "tqdm") if importlib.util.find_spec(name) is None]:
             print(f"The demo needs {', '.join(missing)}: pip install 'revdeq[demo]'", file=sys.stderr)
             return 1
+        import torch
+
         from . import demo
+
+        torch.set_num_threads(1)  # its tensors are small: threads would wait for each other longer than they compute
 
         demo.run(out)
         return 0
@@ -72,34 +79,10 @@ def train(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--log", choices=("tensorboard",), help="write the metrics for TensorBoard, too, in RUN")
 
     def run(arguments: argparse.Namespace) -> int:
-        from ..models import MODELS
-        from ..training import log, presets, record
+        from ..training import log
         from ..training import run as training
 
-        name, out, changes = arguments.preset, arguments.out, _changes(arguments)
-        if arguments.resume:
-            if name is None and not Path(arguments.resume).exists() and arguments.resume in PRESETS:
-                name = arguments.resume  # `train --resume PRESET`
-            elif out is None:
-                out = Path(arguments.resume)
-            else:
-                raise presets.SettingError(f"--resume {arguments.resume} --out {out}: name one folder")
-        out = out or (Path("runs") / name if name else None)
-        if out is None:
-            raise presets.SettingError("name a preset, or with --resume RUN the folder of a run")
-        before = record.read_config(out) if arguments.resume is not None else None
-        if before is not None and before["model"] not in MODELS:
-            raise presets.SettingError(
-                f"{out} is of a model of your own, {before['model']}: go on with revdeq.train(..., resume=True)"
-            )
-        if before is not None and name in (None, before["name"]):
-            preset = presets.Preset.from_dict(before).changed(changes)
-            if arguments.data is None and before["folder"]:
-                arguments.data = Path(before["folder"])
-        elif name is None:
-            raise presets.SettingError(f"--resume {out}: there is no run to go on with, no {out / 'config.json'}")
-        else:
-            preset = presets.configured(name, changes)
+        preset, out = _chosen(arguments)
         if arguments.dry_run:
             from ..training import dry_run
 
@@ -112,6 +95,36 @@ def train(parser: argparse.ArgumentParser) -> Run:
         return 0
 
     return _guarded(run)
+
+
+def _chosen(arguments: argparse.Namespace) -> tuple["Preset", Path]:
+    """What to train and in which folder, by the name of a preset or by the run to go on with."""
+    from ..models import MODELS
+    from ..training import record
+    from ..training.presets import PRESETS, Preset, SettingError, configured
+
+    name, out, resume, changes = arguments.preset, arguments.out, arguments.resume, _changes(arguments)
+    if resume and name is None and not Path(resume).exists() and resume in PRESETS:
+        name = resume  # `train --resume PRESET`
+    elif resume and out is not None:
+        raise SettingError(f"--resume {resume} --out {out}: name one folder")
+    elif resume:
+        out = Path(resume)
+    if out is None and name is None:
+        raise SettingError("name a preset, or with --resume RUN the folder of a run")
+    out = out or Path("runs") / name
+    before = record.read_config(out) if resume is not None else None
+    if before is None and name is None:
+        raise SettingError(f"--resume {out}: there is no run to go on with, no {out / 'config.json'}")
+    if before is None or name not in (None, before["name"]):
+        return configured(name, changes), out
+    if before["model"] not in MODELS:
+        raise SettingError(
+            f"{out} is of a model of your own, {before['model']}: go on with revdeq.train(..., resume=True)"
+        )
+    if arguments.data is None and before["folder"]:
+        arguments.data = Path(before["folder"])
+    return Preset.from_dict(before).changed(changes), out
 
 
 def evaluate(parser: argparse.ArgumentParser) -> Run:

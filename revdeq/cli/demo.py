@@ -205,13 +205,20 @@ def length_shown(bits: int) -> str:
 
 def prefix_sums(seed: int) -> dict[int, list[float]]:
     """The share of strings that the preset prefix-tiny solves after its training: by length, at SOLVED_DEPTHS."""
+    from tqdm import tqdm
+
     from ..training import Stopped, configured, data, evaluate, restored
     from ..training import train as train_preset
 
-    preset = configured("prefix-tiny", {"bits": LENGTHS[0], "seed": seed, "evaluate_every": 500})
-    with tempfile.TemporaryDirectory() as folder:
+    preset = configured("prefix-tiny", {"bits": LENGTHS[0], "seed": seed, "log_every": 5, "evaluate_every": 500})
+    bar = tqdm(total=preset.training.updates, unit="update", dynamic_ncols=True)
+    with tempfile.TemporaryDirectory() as folder, bar:
+
+        def progress(row: dict[str, Any]) -> None:
+            bar.update(row["update"] - bar.n)
+
         try:
-            train_preset(preset, None, Path(folder), device="cpu", quiet=True)
+            train_preset(preset, None, Path(folder), device="cpu", quiet=True, callback=progress)
         except Stopped as stopped:  # it was saved in a folder that is about to go
             raise KeyboardInterrupt from stopped
         trained = restored(Path(folder, "last.pt"), None, {"evaluation_batches": 4})

@@ -51,6 +51,8 @@ def read_config(out: Path) -> dict[str, Any] | None:
         return None
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if not {"name", "model", "training", "folder"} <= config.keys():
+            raise ValueError("it is not that of a run")
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; name the preset and its settings again") from error
     return config

@@ -492,7 +492,7 @@ class Run:
         if row["metric"] == "":
             return
         better = self.best is None or (row["metric"] > self.best) == self.dataset.metric.higher_is_better
-        if better and row["metric"] != self.best:
+        if better or row["metric"] == self.best:  # of equals, the one that was trained for longer
             self.best = row["metric"]
             checkpoint.save(self.out / "best.pt", self._weights())
 

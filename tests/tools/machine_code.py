@@ -6,6 +6,7 @@ loop over rows once, which may be several rows, if the compiler has unrolled it.
 """
 
 import dataclasses
+import functools
 import heapq
 import re
 import subprocess
@@ -61,6 +62,7 @@ class Instruction:
         return sum(bool(re.match(r"DFMA|FFMA|v_(pk_|dual_)?(fma|mad|mac)\w*_f\d\d", half.strip())) for half in halves)
 
 
+@functools.lru_cache(maxsize=1)
 def text_of(kernel):
     """Its machine code, and what it uses of the machine."""
     if "amdgcn" in kernel.asm:

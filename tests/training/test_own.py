@@ -285,6 +285,7 @@ def test_a_longer_run_follows_the_schedule_of_its_new_length(tmp_path):
         (["--resume", "none"], "--resume none: there is no run to go on with, no none/config.json"),
         (["prefix-tiny", "--resume", "one", "--out", "two"], "--resume one --out two: name one folder"),
         (["--resume", "broken"], "broken/config.json cannot be read"),
+        (["--resume", "shared"], "shared/config.json cannot be read: it is not that of a run"),
         (["--resume", "own"], "own is of a model of your own, Linear: go on with revdeq.train(..., resume=True)"),
     ],
 )
@@ -292,6 +293,8 @@ def test_what_there_is_to_go_on_with_has_to_be_named(arguments, message, tmp_pat
     monkeypatch.chdir(tmp_path)
     Path("broken").mkdir()
     Path("broken/config.json").write_text("{")
+    Path("shared").mkdir()
+    Path("shared/config.json").write_text('{"channels": 8}')
     train_quietly(nn.Linear(2, 2), circle(), "own", epochs=1)
     assert command(monkeypatch, "train", *arguments) == 1
     assert message in capsys.readouterr().err

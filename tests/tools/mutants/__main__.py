@@ -32,11 +32,10 @@ INTERPRETED = {
 
 
 def suites(file: str) -> dict[str, list[str]]:
-    """What may notice a bug in this file: the tests of bits, not of layouts, and budgets on one GPU; or those of
-    launches. Those that tell soonest come first."""
-    if file == "kernels/launch.py":
-        return {"launches": ["tests/kernels/test_launch.py"]}
+    """What may notice a bug in this file: the tests of launches, if it is about them, those of bits, not of layouts,
+    and budgets on one GPU. Those that tell soonest come first."""
     return {
+        "launches": ["tests/kernels/test_launch.py"] if file == "kernels/launch.py" else [],
         "emulator": ["tests/kernels/test_emulated_kernels.py", "--sample", "0"],
         "budgets": ["tests/kernels/test_gpu_code.py", "-k", "sm_90 or not (sm_ or gfx)"],
         "interpreter": INTERPRETED.get(file, []),

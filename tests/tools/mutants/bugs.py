@@ -31,7 +31,6 @@ BUGS = (
     bug("weights swapped", "gpu.py",
         "_number(a, b_adjoint.dtype) * b_adjoint + _number(b, b_adjoint.dtype)",
         "_number(b, b_adjoint.dtype) * b_adjoint + _number(a, b_adjoint.dtype)"),
-    bug("vjp not converted", "gpu.py", "* b_vjp.to(b_adjoint.dtype)", "* b_vjp"),
     bug("f in float32", "gpu.py", "_number(b, tl.float64) * b_f.to(tl.float64)",
         "_number(b, tl.float64) * b_f.to(tl.float32)"),
     bug("coefficients in float32", "gpu.py", "tuple(bits_of(x, self._dtype) for x in",
