@@ -2,10 +2,13 @@
 
     python bench/launch.py
 
-It needs no GPU. Beside a half-step that Triton launches and one of a kernel that was compiled before, it times torch's
-own add_ of 16 numbers on the CPU, the least that an operation of torch costs here.
+It needs no GPU. Beside a half-step that Triton launches and one of a kernel that was compiled before, it times the
+half-step of a state of five tensors, with a launch for each or with one for all, and torch's own add_ of 16 numbers on
+the CPU, the least that an operation of torch costs here.
 """
 
+import contextlib
+import functools
 import statistics
 import sys
 import time
@@ -20,6 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests/tools"))
 import gpu_targets
 
 N = 5000
+
+
+LEAVES = 5
 
 
 def half_steps():
@@ -65,13 +71,23 @@ def main():
                 launch.is_known = known
 
         providers = {("add_ of torch", ""): lambda: numbers.add_(numbers)}
-        for name, run in half_steps().items():
+
+        def all_leaves(runs, around):
+            with around():
+                for run in runs:
+                    run()
+
+        leaves = [half_steps() for _ in range(LEAVES)]
+        for name, run in leaves[0].items():
             providers[name, "by Triton"] = lambda run=run: by_triton(run)
             providers[name, "compiled before"] = run
+            runs = [leaf[name] for leaf in leaves]
+            for how, around in (("a launch each", contextlib.nullcontext), ("one launch", launch.together)):
+                providers[f"{name}, {LEAVES} leaves", how] = functools.partial(all_leaves, runs, around)
         times = take_turns(providers, 1 if quick else 10, least=5e-3, rounds=(9, 99), clock=time.process_time)
     print("\nmicroseconds of Python per half-step, with the driver stubbed out: median")
     for (name, how), seconds in times.items():
-        print(f"  {name:24}{how:18}{statistics.median(seconds) * 1e6:8.1f}")
+        print(f"  {name:32}{how:18}{statistics.median(seconds) * 1e6:8.1f}")
         if table:
             table.add(f"launch, {name}", how or "torch", N, "seconds", seconds)
 

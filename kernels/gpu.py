@@ -6,6 +6,9 @@ compiler cannot know that stores do not change what is loaded after them. Where 
 goes through a chunk of ROWS such blocks of LANES elements in a loop. Only the last program is masked; a mask would
 make every access scalar.
 
+Of each kernel there is a second one for the leaves of a state, which takes a tuple in place of a tensor: each leaf has
+programs of its own, one after the other, and a program chooses its leaf's pointers and does what it would do there.
+
 Coefficients are arguments, so that no value of theirs is compiled for. They travel as their bits, in integers: a
 Python float would arrive as float32.
 """
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from . import half_step
 from .half_step import LANES, Coefficients, Linear
-from .launch import launch_blocks, launch_chunks
+from .launch import Kernel, launch_blocks, launch_chunks
 
 THREADS = LANES // 2
 RELAX_BLOCK, INVERT_BLOCK = 1024, 512
@@ -30,6 +33,24 @@ RELAX_BLOCK, INVERT_BLOCK = 1024, 512
 def _offsets(BLOCK: tl.constexpr):
     """Of a block's elements, two neighbours for each thread."""
     return tl.max_contiguous(tl.multiple_of(tl.arange(0, BLOCK), 2), 2)
+
+
+@triton.jit
+def _of(leaves, first, program):
+    """Of a tuple with an entry for each leaf, that of a program's: the last leaf that begins with it, or before."""
+    if leaves is None:
+        return None
+    else:  # noqa: RET505
+        chosen = leaves[0]
+        for i in tl.static_range(1, len(first)):
+            chosen = tl.where(program >= _plain(first[i]), leaves[i], chosen)
+        return chosen
+
+
+@triton.jit
+def _plain(odd):
+    """See `launch.odd`."""
+    return (odd >> 1) - 1
 
 
 @triton.jit
@@ -72,9 +93,9 @@ def _relax_block(p_state, p_f, p_read, p_copy, o_x, m_x, a, b, c):
     return b_state, b_next
 
 
-@triton.jit(do_not_specialize=["n", "a", "b", "c"])
-def _relax_kernel(p_state, p_f, p_read, p_copy, n, a, b, c, BLOCK: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * BLOCK
+@triton.jit
+def _relax(p_state, p_f, p_read, p_copy, n, block, a, b, c, BLOCK: tl.constexpr):
+    start = block.to(tl.int64) * BLOCK
     p_state += start
     p_f += start
     p_copy += start
@@ -87,12 +108,33 @@ def _relax_kernel(p_state, p_f, p_read, p_copy, n, a, b, c, BLOCK: tl.constexpr)
         _relax_block(p_state, p_f, p_read, p_copy, o_x, o_x < n - start, a, b, c)
 
 
+@triton.jit(do_not_specialize=["n", "a", "b", "c"])
+def _relax_kernel(p_state, p_f, p_read, p_copy, n, a, b, c, BLOCK: tl.constexpr):
+    _relax(p_state, p_f, p_read, p_copy, n, tl.program_id(0), a, b, c, BLOCK)
+
+
+@triton.jit(do_not_specialize=["n", "first", "a", "b", "c"])
+def _relax_leaves_kernel(p_state, p_f, p_read, p_copy, n, first, a, b, c, BLOCK: tl.constexpr):
+    at = tl.program_id(0)
+    _relax(
+        _of(p_state, first, at), _of(p_f, first, at), _of(p_read, first, at), _of(p_copy, first, at),
+        _plain(_of(n, first, at)), at - _plain(_of(first, first, at)), a, b, c, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rows_left(left, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Those of a chunk that have an element. In the last chunk their number is not known to the compiler, which would
+    take many registers to unroll masked rows."""
+    return ROWS if left is None else ((left + (LANES - 1)) // LANES).to(tl.int32)
+
+
 @triton.jit
 def _relax_rows(p_state, p_f, p_read, p_copy, left, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr):
     """The chunk's squared changes and squared new states, by lanes. `left` is None in a full chunk."""
     b_change = tl.full((LANES,), 0.0, tl.float64)
     b_value = tl.full((LANES,), 0.0, tl.float64)
-    for row in tl.range(ROWS):
+    for row in tl.range(_rows_left(left, ROWS, LANES)):
         o_x = row * LANES + _offsets(LANES)
         m_x = None if left is None else o_x < left
         b_state, b_next = _relax_block(p_state, p_f, p_read, p_copy, o_x, m_x, a, b, c)
@@ -102,18 +144,20 @@ def _relax_rows(p_state, p_f, p_read, p_copy, left, a, b, c, ROWS: tl.constexpr,
 
 
 @triton.jit
-def _store_sums(p_partial, chunk, b_first, b_second, LANES: tl.constexpr):
+def _store_sums(p_partial, chunk, chunks, b_first, b_second, LANES: tl.constexpr):
     """What two sums leave of a chunk, in memory of shape [2, chunks, LANES]."""
     p_first = p_partial + chunk * LANES
-    p_second = p_first + tl.num_programs(0).to(tl.int64) * LANES
+    p_second = p_first + chunks.to(tl.int64) * LANES
     o_lane = _offsets(LANES)
     tl.store(p_first + o_lane, b_first)
     tl.store(p_second + o_lane, b_second)
 
 
-@triton.jit(do_not_specialize=["n", "a", "b", "c"])
-def _relax_norms_kernel(p_state, p_f, p_read, p_copy, p_partial, n, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr):
-    chunk = tl.program_id(0).to(tl.int64)
+@triton.jit
+def _relax_norms(
+    p_state, p_f, p_read, p_copy, p_partial, n, chunk, chunks, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    chunk = chunk.to(tl.int64)
     start = chunk * (ROWS * LANES)
     p_state += start
     p_f += start
@@ -124,7 +168,26 @@ def _relax_norms_kernel(p_state, p_f, p_read, p_copy, p_partial, n, a, b, c, ROW
         b_change, b_value = _relax_rows(p_state, p_f, p_read, p_copy, None, a, b, c, ROWS, LANES)
     else:
         b_change, b_value = _relax_rows(p_state, p_f, p_read, p_copy, n - start, a, b, c, ROWS, LANES)
-    _store_sums(p_partial, chunk, b_change, b_value, LANES)
+    _store_sums(p_partial, chunk, chunks, b_change, b_value, LANES)
+
+
+@triton.jit(do_not_specialize=["n", "a", "b", "c"])
+def _relax_norms_kernel(p_state, p_f, p_read, p_copy, p_partial, n, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr):
+    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+    _relax_norms(p_state, p_f, p_read, p_copy, p_partial, n, chunk, chunks, a, b, c, ROWS, LANES)
+
+
+@triton.jit(do_not_specialize=["n", "first", "a", "b", "c"])
+def _relax_norms_leaves_kernel(
+    p_state, p_f, p_read, p_copy, p_partial, n, first, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    at = tl.program_id(0)
+    n_leaf = _plain(_of(n, first, at))
+    _relax_norms(
+        _of(p_state, first, at), _of(p_f, first, at), _of(p_read, first, at), _of(p_copy, first, at),
+        _of(p_partial, first, at), n_leaf, at - _plain(_of(first, first, at)), tl.cdiv(n_leaf, ROWS * LANES),
+        a, b, c, ROWS, LANES,
+    )  # fmt: skip
 
 
 DIVIDE: tl.constexpr = tl.constexpr(
@@ -191,13 +254,13 @@ def _invert_block(
     _store_copy(p_copy + o_x, b_previous, m_x)
 
 
-@triton.jit(do_not_specialize=["n", "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c"])
-def _invert_kernel(
-    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, n, a, b, c, inverse, minus_a,
+@triton.jit
+def _invert(
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, n, block, a, b, c, inverse, minus_a,
     adjoint_a, adjoint_b, adjoint_c, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """p_read, if it is not None, is p_copy."""
-    start = tl.program_id(0).to(tl.int64) * BLOCK
+    start = block.to(tl.int64) * BLOCK
     p_state += start
     p_f += start
     p_copy += start
@@ -221,6 +284,33 @@ def _invert_kernel(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["n", "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c"])
+def _invert_kernel(
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, n, a, b, c, inverse, minus_a,
+    adjoint_a, adjoint_b, adjoint_c, BLOCK: tl.constexpr,
+):  # fmt: skip
+    _invert(
+        p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, n, tl.program_id(0),
+        a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["n", "first", "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c"]
+)
+def _invert_leaves_kernel(
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, n, first, a, b, c, inverse, minus_a,
+    adjoint_a, adjoint_b, adjoint_c, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0)
+    _invert(
+        _of(p_state, first, at), _of(p_f, first, at), _of(p_read, first, at), _of(p_copy, first, at),
+        _of(p_adjoint, first, at), _of(p_vjp, first, at), _of(p_other, first, at),
+        _plain(_of(n, first, at)), at - _plain(_of(first, first, at)),
+        a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, BLOCK,
+    )  # fmt: skip
+
+
 @triton.jit
 def _magnitude_bits(b_x):
     return b_x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -240,7 +330,7 @@ def _compare_rows(
 ):  # fmt: skip
     """The chunk's largest relative error, by lanes, as bits."""
     b_worst = tl.full((LANES,), 0, tl.int32)
-    for row in tl.range(ROWS):
+    for row in tl.range(_rows_left(left, ROWS, LANES)):
         o_x = row * LANES + _offsets(LANES)
         m_x = None if left is None else o_x < left
         b_state = tl.load(p_state + o_x, mask=m_x)
@@ -257,12 +347,12 @@ def _compare_rows(
     return b_worst
 
 
-@triton.jit(do_not_specialize=["n", "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c"])
-def _compare_kernel(
-    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n,
+@triton.jit
+def _compare(
+    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n, chunk,
     a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    chunk = tl.program_id(0).to(tl.int64)
+    chunk = chunk.to(tl.int64)
     start = chunk * (ROWS * LANES)
     p_state += start
     p_f += start
@@ -286,6 +376,39 @@ def _compare_kernel(
             a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS, LANES,
         )  # fmt: skip
     tl.store(p_worst + chunk * LANES + _offsets(LANES), b_worst)
+
+
+@triton.jit(do_not_specialize=["n", "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c"])
+def _compare_kernel(
+    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n,
+    a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    _compare(
+        p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n, tl.program_id(0),
+        a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS, LANES,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["n", "first", "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c"]
+)
+def _compare_leaves_kernel(
+    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n, first,
+    a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0)
+    _compare(
+        _of(p_state, first, at), _of(p_f, first, at), _of(p_read, first, at), _of(p_initial, first, at),
+        _of(p_floor, first, at), _of(p_adjoint, first, at), _of(p_vjp, first, at), _of(p_other, first, at),
+        _of(p_worst, first, at), _plain(_of(n, first, at)), at - _plain(_of(first, first, at)),
+        a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS, LANES,
+    )  # fmt: skip
+
+
+RELAX = Kernel(_relax_kernel, _relax_leaves_kernel)
+RELAX_NORMS = Kernel(_relax_norms_kernel, _relax_norms_leaves_kernel)
+INVERT = Kernel(_invert_kernel, _invert_leaves_kernel)
+COMPARE = Kernel(_compare_kernel, _compare_leaves_kernel)
 
 
 def bits_of(number: float, dtype: torch.dtype) -> int:
@@ -336,17 +459,17 @@ class HalfStep(half_step.HalfStep):
 
     def relax(self, f: Tensor, read: Tensor | None, step: Coefficients) -> None:
         tensors = self.state, self.in_order(f), self._read(read, step), self.copy
-        launch_blocks(_relax_kernel, self._warps, RELAX_BLOCK, tensors, self._bits(step))
+        launch_blocks(RELAX, self._warps, RELAX_BLOCK, tensors, self._bits(step))
 
     def relax_norms(self, f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
         partial = self.partial_sums()
         tensors = self.state, self.in_order(f), self._read(read, step), self.copy, partial
-        launch_chunks(_relax_norms_kernel, self._warps, tensors, self._bits(step))
+        launch_chunks(RELAX_NORMS, self._warps, tensors, self._bits(step))
         return partial
 
     def invert(self, f: Tensor, step: Coefficients) -> None:
         tensors = self.state, self.in_order(f), self._read(self.copy, step), self.copy, None, None, None
-        launch_blocks(_invert_kernel, self._warps, INVERT_BLOCK, tensors, (*self._inversion(step), 0, 0, 0))
+        launch_blocks(INVERT, self._warps, INVERT_BLOCK, tensors, (*self._inversion(step), 0, 0, 0))
 
     def invert_adjoint(
         self, f: Tensor, adjoint: Tensor, vjp: Tensor, other: Tensor | None, step: Coefficients, adjoint_step: Linear
@@ -355,7 +478,7 @@ class HalfStep(half_step.HalfStep):
         before = self.state, self.in_order(f), self._read(self.copy, step), self.copy
         tensors = *before, adjoint, self.in_order(vjp), seed
         numbers = *self._inversion(step), *self._adjoint_bits(adjoint_step)
-        launch_blocks(_invert_kernel, self._warps, INVERT_BLOCK, tensors, numbers)
+        launch_blocks(INVERT, self._warps, INVERT_BLOCK, tensors, numbers)
 
     def invert_compare(
         self,
@@ -373,7 +496,7 @@ class HalfStep(half_step.HalfStep):
         before = self.state, self.in_order(f), self._read(self.copy, step), self.in_order(initial), floor
         tensors = *before, adjoint, self.in_order_or_none(vjp), seed, worst
         numbers = *self._inversion(step), *self._adjoint_bits(adjoint_step)
-        launch_chunks(_compare_kernel, self._warps, tensors, numbers)
+        launch_chunks(COMPARE, self._warps, tensors, numbers)
         return worst
 
 

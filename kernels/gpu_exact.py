@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import gpu, reference_exact
 from .half_step import LANES, Linear
-from .launch import launch_blocks, launch_chunks
+from .launch import Kernel, launch_blocks, launch_chunks
 from .radix import Radix
 
 BLOCK = 512
@@ -125,12 +125,13 @@ COEFFICIENTS = ["start", "to", "sign", "weight", "by_start", "by_to", "gamma", "
 ADJOINT_COEFFICIENTS = ["adjoint_a", "adjoint_b", "adjoint_c"]
 
 
-@triton.jit(do_not_specialize=["n", "half_step", *COEFFICIENTS])
-def _relax_kernel(
-    p_state, p_f, p_read, p_copy, p_spill, p_alarm, n, half_step, start, to, sign, weight, by_start, by_to, gamma, rest,
+@triton.jit
+def _relax(
+    p_state, p_f, p_read, p_copy, p_spill, p_alarm, n, block, half_step,
+    start, to, sign, weight, by_start, by_to, gamma, rest,
     SCALE: tl.constexpr, UNIT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * BLOCK
+    first = block.to(tl.int64) * BLOCK
     p_state += first
     p_f += first
     p_copy += first
@@ -153,6 +154,32 @@ def _relax_kernel(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["n", "half_step", *COEFFICIENTS])
+def _relax_kernel(
+    p_state, p_f, p_read, p_copy, p_spill, p_alarm, n, half_step, start, to, sign, weight, by_start, by_to, gamma, rest,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    _relax(
+        p_state, p_f, p_read, p_copy, p_spill, p_alarm, n, tl.program_id(0), half_step,
+        start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, LANES, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n", "first", "half_step", *COEFFICIENTS])
+def _relax_leaves_kernel(
+    p_state, p_f, p_read, p_copy, p_spill, p_alarm, n, first, half_step,
+    start, to, sign, weight, by_start, by_to, gamma, rest,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0)
+    _relax(
+        gpu._of(p_state, first, at), gpu._of(p_f, first, at), gpu._of(p_read, first, at), gpu._of(p_copy, first, at),
+        gpu._of(p_spill, first, at), gpu._of(p_alarm, first, at), gpu._plain(gpu._of(n, first, at)),
+        at - gpu._plain(gpu._of(first, first, at)), half_step,
+        start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, LANES, BLOCK,
+    )  # fmt: skip
+
+
 @triton.jit
 def _relax_rows(
     p_state, p_f, p_read, p_copy, p_spill, p_alarm, left, start, to, sign, weight, by_start, by_to, gamma, rest,
@@ -160,7 +187,7 @@ def _relax_rows(
 ):  # fmt: skip
     b_change = tl.full((LANES,), 0.0, tl.float32)
     b_value = tl.full((LANES,), 0.0, tl.float32)
-    for row in tl.range(ROWS):
+    for row in tl.range(gpu._rows_left(left, ROWS, LANES)):
         o_lane = gpu._offsets(LANES)
         o_x = row * LANES + o_lane
         m_x = None if left is None else o_x < left
@@ -175,13 +202,13 @@ def _relax_rows(
     return b_change, b_value
 
 
-@triton.jit(do_not_specialize=["n", "half_step", *COEFFICIENTS])
-def _relax_norms_kernel(
-    p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_partial, n, half_step,
+@triton.jit
+def _relax_norms(
+    p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_partial, n, chunk, chunks, half_step,
     start, to, sign, weight, by_start, by_to, gamma, rest,
     SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    chunk = tl.program_id(0).to(tl.int64)
+    chunk = chunk.to(tl.int64)
     first = chunk * (ROWS * LANES)
     p_state += first
     p_f += first
@@ -201,7 +228,35 @@ def _relax_norms_kernel(
             p_state, p_f, p_read, p_copy, p_spill, p_alarm, n - first,
             start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, ROWS, LANES,
         )  # fmt: skip
-    gpu._store_sums(p_partial, chunk, b_change, b_value, LANES)
+    gpu._store_sums(p_partial, chunk, chunks, b_change, b_value, LANES)
+
+
+@triton.jit(do_not_specialize=["n", "half_step", *COEFFICIENTS])
+def _relax_norms_kernel(
+    p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_partial, n, half_step,
+    start, to, sign, weight, by_start, by_to, gamma, rest,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    _relax_norms(
+        p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_partial, n, tl.program_id(0), tl.num_programs(0), half_step,
+        start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, ROWS, LANES,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n", "first", "half_step", *COEFFICIENTS])
+def _relax_norms_leaves_kernel(
+    p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_partial, n, first, half_step,
+    start, to, sign, weight, by_start, by_to, gamma, rest,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0)
+    n_leaf = gpu._plain(gpu._of(n, first, at))
+    _relax_norms(
+        gpu._of(p_state, first, at), gpu._of(p_f, first, at), gpu._of(p_read, first, at), gpu._of(p_copy, first, at),
+        gpu._of(p_spill, first, at), gpu._of(p_alarm, first, at), gpu._of(p_partial, first, at), n_leaf,
+        at - gpu._plain(gpu._of(first, first, at)), tl.cdiv(n_leaf, ROWS * LANES), half_step,
+        start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, ROWS, LANES,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -227,14 +282,14 @@ def _invert_block(
     _store_decoded(p_copy + o_x, b_y, m_x, UNIT)
 
 
-@triton.jit(do_not_specialize=["n", *COEFFICIENTS, *ADJOINT_COEFFICIENTS])
-def _invert_kernel(
-    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_spill, n,
+@triton.jit
+def _invert(
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_spill, n, block,
     start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
     SCALE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """p_read, if it is not None, is p_copy."""
-    first = tl.program_id(0).to(tl.int64) * BLOCK
+    first = block.to(tl.int64) * BLOCK
     p_state += first
     p_f += first
     p_copy += first
@@ -260,6 +315,33 @@ def _invert_kernel(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["n", *COEFFICIENTS, *ADJOINT_COEFFICIENTS])
+def _invert_kernel(
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_spill, n,
+    start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    _invert(
+        p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_spill, n, tl.program_id(0),
+        start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c, SCALE, UNIT, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n", "first", *COEFFICIENTS, *ADJOINT_COEFFICIENTS])
+def _invert_leaves_kernel(
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_spill, n, first,
+    start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0)
+    _invert(
+        gpu._of(p_state, first, at), gpu._of(p_f, first, at), gpu._of(p_read, first, at), gpu._of(p_copy, first, at),
+        gpu._of(p_adjoint, first, at), gpu._of(p_vjp, first, at), gpu._of(p_other, first, at),
+        gpu._of(p_spill, first, at), gpu._plain(gpu._of(n, first, at)), at - gpu._plain(gpu._of(first, first, at)),
+        start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c, SCALE, UNIT, BLOCK,
+    )  # fmt: skip
+
+
 @triton.jit
 def _compare_rows(
     p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, left, floor,
@@ -267,7 +349,7 @@ def _compare_rows(
     SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     b_worst = tl.full((LANES,), 0, tl.int32)
-    for row in tl.range(ROWS):
+    for row in tl.range(gpu._rows_left(left, ROWS, LANES)):
         o_x = row * LANES + gpu._offsets(LANES)
         m_x = None if left is None else o_x < left
         b_state = _load(p_state + o_x, m_x)
@@ -289,13 +371,13 @@ def _compare_rows(
     return b_worst
 
 
-@triton.jit(do_not_specialize=["n", *COEFFICIENTS, *ADJOINT_COEFFICIENTS])
-def _compare_kernel(
-    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n,
+@triton.jit
+def _compare(
+    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n, chunk,
     start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
     SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    chunk = tl.program_id(0).to(tl.int64)
+    chunk = chunk.to(tl.int64)
     first = chunk * (ROWS * LANES)
     p_state += first
     p_f += first
@@ -321,6 +403,42 @@ def _compare_kernel(
             SCALE, UNIT, ROWS, LANES,
         )  # fmt: skip
     tl.store(p_worst + chunk * LANES + gpu._offsets(LANES), b_worst)
+
+
+@triton.jit(do_not_specialize=["n", *COEFFICIENTS, *ADJOINT_COEFFICIENTS])
+def _compare_kernel(
+    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n,
+    start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    _compare(
+        p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n, tl.program_id(0),
+        start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
+        SCALE, UNIT, ROWS, LANES,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n", "first", *COEFFICIENTS, *ADJOINT_COEFFICIENTS])
+def _compare_leaves_kernel(
+    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n, first,
+    start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0)
+    _compare(
+        gpu._of(p_state, first, at), gpu._of(p_f, first, at), gpu._of(p_read, first, at),
+        gpu._of(p_initial, first, at), gpu._of(p_floor, first, at), gpu._of(p_adjoint, first, at),
+        gpu._of(p_vjp, first, at), gpu._of(p_other, first, at), gpu._of(p_worst, first, at),
+        gpu._plain(gpu._of(n, first, at)), at - gpu._plain(gpu._of(first, first, at)),
+        start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
+        SCALE, UNIT, ROWS, LANES,
+    )  # fmt: skip
+
+
+RELAX = Kernel(_relax_kernel, _relax_leaves_kernel)
+RELAX_NORMS = Kernel(_relax_norms_kernel, _relax_norms_leaves_kernel)
+INVERT = Kernel(_invert_kernel, _invert_leaves_kernel)
+COMPARE = Kernel(_compare_kernel, _compare_leaves_kernel)
 
 
 def reciprocal(n: int) -> int:
@@ -360,13 +478,13 @@ class HalfStep(reference_exact.HalfStep):
         there, _ = self._numbers_of(step, f)
         tensors = self.state, self.in_order(f), self._read(read, step), self.copy, spill, self.alarm
         constants = *self._scales, LANES
-        launch_blocks(_relax_kernel, self._warps, BLOCK, tensors, (self.done, *there), constants)
+        launch_blocks(RELAX, self._warps, BLOCK, tensors, (self.done, *there), constants)
 
     def _relax_norms(self, f: Tensor, read: Tensor | None, spill: Tensor | None, step: Radix) -> Tensor:
         there, _ = self._numbers_of(step, f)
         partial = self.partial_sums()
         tensors = self.state, self.in_order(f), self._read(read, step), self.copy, spill, self.alarm, partial
-        launch_chunks(_relax_norms_kernel, self._warps, tensors, (self.done, *there), self._scales)
+        launch_chunks(RELAX_NORMS, self._warps, tensors, (self.done, *there), self._scales)
         return partial
 
     def _invert(
@@ -385,7 +503,7 @@ class HalfStep(reference_exact.HalfStep):
         before = self.state, self.in_order(f), self._read(self.copy, step), self.copy
         tensors = *before, adjoint, self.in_order_or_none(vjp), seed, spill
         numbers = *back, *adjoint_bits
-        launch_blocks(_invert_kernel, self._warps, BLOCK, tensors, numbers, self._scales)
+        launch_blocks(INVERT, self._warps, BLOCK, tensors, numbers, self._scales)
 
     def invert_compare(
         self,
@@ -404,5 +522,5 @@ class HalfStep(reference_exact.HalfStep):
         before = self.state, self.in_order(f), self._read(self.copy, step), self.in_order(initial), floor
         tensors = *before, adjoint, self.in_order_or_none(vjp), seed, worst
         numbers = *back, *self._adjoint_bits(adjoint_step)
-        launch_chunks(_compare_kernel, self._warps, tensors, numbers, self._scales)
+        launch_chunks(COMPARE, self._warps, tensors, numbers, self._scales)
         return worst

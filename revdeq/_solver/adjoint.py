@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import _device
+from ..kernels.backends import together
 from ..kernels.half_step import HalfStep, layout
 from .context import Disturbed
 from .function import Function
@@ -102,17 +103,13 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
     while True:
         it.steps += 1
         last = it.steps == max_steps
-        for half_step, out, z_read in zip(relax_y, f_z, z_copy, strict=True):
-            half_step.relax(out, z_read, step)
+        relax(relax_y, f_z, z_copy, step)
         del f_z
         f_y = it.f.value(y_copy, keep=2 * it.steps - 1 >= kept_from)
-        rows = zip(relax_z, f_y, y_copy, strict=True)
         if look or last:
-            partial = [h.relax_norms(out, y_read, step).sum((1, 2)) for h, out, y_read in rows]
-            it.norms = functools.reduce(torch.add, partial)
+            it.norms = relax_norms(relax_z, f_y, y_copy, step)
         else:
-            for half_step, out, y_read in rows:
-                half_step.relax(out, y_read, step)
+            relax(relax_z, f_y, y_copy, step)
         del f_y
         if look:
             assert it.norms is not None
@@ -127,6 +124,19 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
     if not look:
         it.scheme.check([*relax_y, *relax_z])
     return Outcome(y, z, y_copy, z_copy, [h.spilled for h in (*relax_y, *relax_z)])
+
+
+def relax(half_steps: list[HalfStep], outputs: State, read: State, step: Any) -> None:
+    with together(len(half_steps)):
+        for half_step, out, x in zip(half_steps, outputs, read, strict=True):
+            half_step.relax(out, x, step)
+
+
+def relax_norms(half_steps: list[HalfStep], outputs: State, read: State, step: Any) -> Tensor:
+    """The squared 2-norms of the change and of the new state, of all leaves."""
+    with together(len(half_steps)):
+        partial = [h.relax_norms(out, x, step) for h, out, x in zip(half_steps, outputs, read, strict=True)]
+    return functools.reduce(torch.add, [x.sum((1, 2)) for x in partial])
 
 
 def _laid_out_like(outputs: State, copy: State) -> tuple[State, bool]:
@@ -298,8 +308,9 @@ def _apart(out: State, copy: State) -> State:
 
 
 def _undo(half_steps: list[HalfStep], out: State, adjoint: State, vjp: State, other: State, step: Any) -> None:
-    for half_step, o, a, v, b in zip(half_steps, out, adjoint, vjp, other, strict=True):
-        half_step.invert_adjoint(o, a, v, b, step, step)
+    with together(len(half_steps)):
+        for half_step, o, a, v, b in zip(half_steps, out, adjoint, vjp, other, strict=True):
+            half_step.invert_adjoint(o, a, v, b, step, step)
 
 
 def _undo_and_compare(
@@ -309,7 +320,8 @@ def _undo_and_compare(
     """The last time: without a product, no adjoint is asked for."""
     adjoints: Any = zip(adjoint, vjp, other, strict=True) if vjp else itertools.repeat((None, None, None), len(out))
     rows = zip(half_steps, out, initial, floors, adjoints, strict=True)
-    return [h.invert_compare(o, x, floor, a, v, b, step, step) for h, o, x, floor, (a, v, b) in rows]
+    with together(len(half_steps)):
+        return [h.invert_compare(o, x, floor, a, v, b, step, step) for h, o, x, floor, (a, v, b) in rows]
 
 
 class Totals:

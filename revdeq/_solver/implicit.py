@@ -8,7 +8,6 @@ J^T has the eigenvalues of J, so that the beta and gamma that converge fastest f
 at the last state, and its graph gives all of the products.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,17 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from .adjoint import Iteration, Outcome, Totals, dense, outside_inference_mode, refuse_unsupported, scaled
+from .adjoint import (
+    Iteration,
+    Outcome,
+    Totals,
+    dense,
+    outside_inference_mode,
+    refuse_unsupported,
+    relax,
+    relax_norms,
+    scaled,
+)
 from .inputs import State
 from .replay import Linearisation, Replay
 
@@ -80,16 +89,12 @@ def _solved(it: Iteration, linear: Linearisation, seeds: State, adjoint: Adjoint
     adjoint.steps = 0
     while True:
         adjoint.steps += 1
-        for half, out, read in zip(relax_y, mapped(z_copy), z_copy, strict=True):
-            half.relax(out, read, step)
-        rows = zip(relax_z, mapped(y_copy), y_copy, strict=True)
+        relax(relax_y, mapped(z_copy), z_copy, step)
         last = adjoint.steps == it.options.max_steps
         if not last and it.options.tol is None:
-            for half, out, read in rows:
-                half.relax(out, read, step)
+            relax(relax_z, mapped(y_copy), y_copy, step)
             continue
-        partial = [half.relax_norms(out, read, step).sum((1, 2)) for half, out, read in rows]
-        change, value = functools.reduce(torch.add, partial).sqrt()
+        change, value = relax_norms(relax_z, mapped(y_copy), y_copy, step).sqrt()
         adjoint.residual = change / value.clamp(min=torch.finfo(value.dtype).tiny)
         if last or (it.options.tol is not None and _has_arrived(adjoint.residual, it.options.tol)):
             return z_copy

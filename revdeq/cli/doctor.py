@@ -209,15 +209,17 @@ def backend_for(device: torch.device, main: bool) -> Finding:
 
 
 def same_bits(device: torch.device) -> Finding:
-    """All operations on both states, with tails, against the reference on the CPU."""
+    """All operations on both states, with tails, and on states of several tensors, against the reference on the CPU."""
     wrong = []
-    for dtype in DTYPES:
+    cases: list[tuple[torch.dtype, tuple[int, ...]]] = [(dtype, (10_007,)) for dtype in DTYPES]
+    for dtype, sizes in (*cases, (torch.float32, (10_007, 7, 600))):
         for state, step in [*STEPS.items(), *MIXED.items()]:
             sides = (kernels.half_step_for(device, state), device), (backends.REFERENCE.states[state].HalfStep, "cpu")
-            results = [exercise(half_step, step, dtype, where) for half_step, where in sides]
+            results = [exercise(half_step, step, dtype, where, sizes) for half_step, where in sides]
             for (operation, got), (_, want) in zip(*results, strict=True):
                 if not all(map(equal_bits, got, want)):
-                    wrong.append(f"{operation} ({state} state, f in {str(dtype).removeprefix('torch.')})")
+                    tensors = "" if len(sizes) == 1 else f" of {len(sizes)} tensors"
+                    wrong.append(f"{operation} ({state} state{tensors}, f in {str(dtype).removeprefix('torch.')})")
                     break  # what follows starts from there
     if not wrong:
         return Finding("bit-equal to the reference, every operation, dtype and state")
@@ -227,9 +229,22 @@ def same_bits(device: torch.device) -> Finding:
 
 
 def exercise(
-    half_step: Any, step: Any, dtype: torch.dtype, device: Any, n: int = 10_007
+    half_step: Any, step: Any, dtype: torch.dtype, device: Any, sizes: tuple[int, ...]
 ) -> Iterator[tuple[str, list[Tensor]]]:
     """The operations one after the other, past the first spill of the exact state, and what each leaves behind."""
+    leaves = [exercise_leaf(half_step, step, dtype, device, n) for n in sizes]
+    while True:
+        with backends.together(len(sizes)):
+            results = [result for leaf in leaves if (result := next(leaf, None))]
+        if not results:
+            return
+        yield results[0][0], [x.to("cpu", copy=True) for _, left in results for x in left]
+
+
+def exercise_leaf(
+    half_step: Any, step: Any, dtype: torch.dtype, device: Any, n: int
+) -> Iterator[tuple[str, list[Tensor]]]:
+    """Of a state of several tensors, one."""
     generator = torch.Generator().manual_seed(0)
     wide = torch.promote_types(dtype, torch.float32)
     f, initial, vjp, read = ((3 * torch.randn(n, generator=generator)).to(dtype).to(device) for _ in range(4))
@@ -253,7 +268,7 @@ def exercise(
             copy.copy_(read)
         returned = getattr(bound, name)(*arguments)
         left = [bound.state, copy, adjoint, *([] if returned is None else [returned])]
-        yield name, [x.to("cpu", copy=True) for x in left]
+        yield name, left
 
 
 def equal_bits(a: Tensor, b: Tensor) -> bool:

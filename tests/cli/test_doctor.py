@@ -114,6 +114,19 @@ def test_one_wrong_bit_is_not_ready_and_names_the_operation(monkeypatch, capsys)
     assert "relax (float64 state, f in float32) on cpu gives other bits than the reference" in report["verdict"]
 
 
+@pytest.mark.skipif(cpu.library is None, reason="the C kernel was not built: no C compiler")
+def test_one_wrong_bit_in_one_of_several_tensors_is_found(monkeypatch):
+    """By the look at states of several, which a GPU steps together."""
+    right, leaves, together = cpu.HalfStep.relax, [], doctor.backends.together
+    monkeypatch.setattr(doctor.backends, "together", lambda n: leaves.append(n) or together(n))
+    monkeypatch.setattr(
+        cpu.HalfStep, "relax", lambda self, *a: (wrong_relax if len(self.state) == 600 else right)(self, *a)
+    )
+    finding = doctor.same_bits(torch.device("cpu"))
+    assert "relax (float64 state of 3 tensors, f in float32)" in finding.text
+    assert set(leaves) == {1, 3}
+
+
 @pytest.mark.parametrize("operation", ["_relax", "_invert", "invert_compare"])
 def test_a_wrong_exact_operation_is_found(monkeypatch, capsys, operation):
     monkeypatch.setattr(cpu, "library", None)

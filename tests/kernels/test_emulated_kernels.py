@@ -17,7 +17,7 @@ from torch import nn
 skip_without_the_compiler()
 
 import revdeq  # noqa: E402
-from revdeq.kernels import Coefficients, Radix, gpu, gpu_exact, half_step, reference  # noqa: E402
+from revdeq.kernels import Coefficients, Radix, gpu, gpu_exact, half_step, launch, reference  # noqa: E402
 from revdeq.kernels import reference_exact as exact  # noqa: E402
 from revdeq.kernels.half_step import LANES  # noqa: E402
 from revdeq.kernels.radix import LARGEST_DENOMINATOR  # noqa: E402
@@ -167,7 +167,9 @@ class LastElements(torch.Tensor):
 @pytest.mark.parametrize("gpu_name", one_of(GPUS))
 @pytest.mark.parametrize("state", ["float64", "exact"])
 @pytest.mark.parametrize("operation", ["relax", "invert_adjoint"])
-def test_ptx_finds_elements_beyond_32_bits(operation, state, gpu_name):
+@pytest.mark.parametrize("leaves", [1, 3])
+def test_ptx_finds_elements_beyond_32_bits(leaves, operation, state, gpu_name):
+    """Of the last leaf."""
     before, f, copy, adjoint, vjp, read, other, _ = tensors((1500,), torch.float32, torch.float32, "cpu")
     step, settings, classes = MIXED, (), (reference.HalfStep, gpu.HalfStep)
     if state == "exact":
@@ -178,14 +180,15 @@ def test_ptx_finds_elements_beyond_32_bits(operation, state, gpu_name):
     block = {"float64": gpu.RELAX_BLOCK if operation == "relax" else gpu.INVERT_BLOCK, "exact": gpu_exact.BLOCK}[state]
     results = []
     for half_step_class, kind in zip(classes, (torch.Tensor, LastElements), strict=True):
-        left = [x.clone() for x in (before, read if operation == "invert_adjoint" else copy, adjoint)]
-        bound = half_step_class(left[0].as_subclass(kind), left[1], *settings)
-        bound.done = 1
-        with emulating(TARGETS[gpu_name], last=-(-1500 // block), before=2**31):
-            if operation == "relax":
-                bound.relax(f, read, step)
-            else:
-                bound.invert_adjoint(f, left[2], vjp, other, step, step)
+        with emulating(TARGETS[gpu_name], last=-(-1500 // block), before=2**31), launch.together():
+            for _ in range(leaves):
+                left = [x.clone() for x in (before, read if operation == "invert_adjoint" else copy, adjoint)]
+                bound = half_step_class(left[0].as_subclass(kind), left[1], *settings)
+                bound.done = 1
+                if operation == "relax":
+                    bound.relax(f, read, step)
+                else:
+                    bound.invert_adjoint(f, left[2], vjp, other, step, step)
         results.append(left)
     compare(*results)
 
@@ -233,7 +236,7 @@ def run_exact(half_step, operation, f_dtype, copy_dtype, n, radix):
     returned = getattr(step, "invert_compare" if name == "compare alone" else name)(f, *extra)
     assert not step.alarm.any()
     assert len(step.spilled) == (place == "spill")
-    return [state, copy, adjoint, *step.spilled, *([] if returned is None else [returned])]
+    return [state, copy, adjoint, step.alarm, *step.spilled, *([] if returned is None else [returned])]
 
 
 @pytest.mark.parametrize(("operation", "gpu_name", "f_dtype", "copy_dtype"), covering(EXACT_OPERATIONS))
@@ -245,6 +248,69 @@ def test_ptx_gives_the_bits_of_the_exact_reference(operation, gpu_name, f_dtype,
             radix = Radix.nearest(beta, 24, 1.3 if n % 2 else 1.0)
             case = operation, f_dtype, copy_dtype, n, radix
             compare(run_exact(gpu_exact.HalfStep, *case), run_exact(exact.HalfStep, *case))
+
+
+def leaves(rows):
+    """Sizes of leaves: none, one, several chunks, a chunk and a tail, just a block, and less."""
+    return 0, 1, 3 * rows * LANES, rows * LANES + 301, 1024, 37
+
+
+@pytest.mark.parametrize("step", [STEP, MIXED], ids=["gamma 1", "gamma 1.3"])
+@pytest.mark.parametrize("gpu_name", one_of(GPUS))
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_ptx_gives_the_bits_of_the_reference_for_all_leaves_at_once(operation, gpu_name, step, rows, launched):
+    """Whether they are aligned or not. Those that are alike have one launch."""
+    dtypes = DTYPES[OPERATIONS.index(operation) % 4], DTYPES[OPERATIONS.index(operation) // 2]
+    cases = [tensors((n,), *dtypes, "cpu") for n in leaves(rows)]
+    cases += [[x[1:] if x.dim() else x for x in tensors((n,), *dtypes, "cpu")] for n in (2, 1501, 3000)]
+    with emulated(gpu_name), launch.together():
+        results = [run(gpu.HalfStep, operation, *case, step) for case in cases]
+        assert not launched
+    assert len(launched) == 2 and all("leaves" in name for name in launched)
+    for result, case in zip(results, cases, strict=True):
+        compare(result, run(reference.HalfStep, operation, *case, step))
+
+
+@pytest.mark.parametrize("gamma", [1.0, 1.3])
+@pytest.mark.parametrize("gpu_name", one_of(GPUS))
+@pytest.mark.parametrize("operation", EXACT_OPERATIONS)
+def test_ptx_gives_the_bits_of_the_exact_reference_for_all_leaves_at_once(operation, gpu_name, gamma, rows, launched):
+    i = EXACT_OPERATIONS.index(operation)
+    case = operation, DTYPES[i % 4], DTYPES[i // 3]
+    radix = Radix.nearest(0.6, 24, gamma)
+    with emulated(gpu_name), launch.together():
+        results = [run_exact(gpu_exact.HalfStep, *case, n, radix) for n in leaves(rows)]
+        assert not launched
+    assert len(launched) == 1 and "leaves" in launched[0]
+    for result, n in zip(results, leaves(rows), strict=True):
+        compare(result, run_exact(exact.HalfStep, *case, n, radix))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels that are launched."""
+    names, run = [], launch._run
+
+    def noted(kernel, *arguments):
+        names.append(kernel.__name__)
+        run(kernel, *arguments)
+
+    monkeypatch.setattr(launch, "_run", noted)
+    return names
+
+
+def test_every_leaf_has_an_alarm_of_its_own():
+    radix = Radix.nearest(0.8, 24)
+    sizes = 700, 1500, 1
+    steps = [gpu_exact.HalfStep(torch.zeros(n, dtype=torch.int64), torch.zeros(n), [radix] * 3) for n in sizes]
+    with emulated("sm_90"), launch.together():
+        for step, n in zip(steps, sizes, strict=True):
+            step.done = 1
+            step.relax(torch.full((n,), 129.0 if n == 1500 else 1.0), None, radix)
+    for step, n in zip(steps, sizes, strict=True):
+        expected = torch.zeros(3, LANES)
+        expected[1] = 129.0 if n == 1500 else 0.0
+        same_bits(step.alarm.view(torch.float32), expected)
 
 
 NEARLY = 128 - 2.0**-27  # fits as it is, but not rounded

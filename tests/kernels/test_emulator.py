@@ -63,6 +63,36 @@ $small:
     assert (y == np.where(x < 10, x, -x)).all()
 
 
+CHOOSE = """
+    mov.b64 %rd3, x0;
+    mov.b64 %rd4, x1;
+    setp.lt.u32 %p1, %r0, 20;
+    selp.b64 %rd3, %rd3, %rd4, %p1;
+"""
+
+
+def test_a_parameter_is_loaded_by_its_address_as_well():
+    x, y = np.zeros(THREADS, np.float32), np.zeros(THREADS, np.float32)
+    execute(
+        f"""
+    {CHOOSE}
+    ld.param.b64 %rd5, [%rd3];
+    add.s64 %rd5, %rd5, %rd0;
+    st.global.b32 [%rd5], 0f3F800000;
+    """,
+        x,
+        y,
+    )
+    assert (x == (np.arange(THREADS) < 20)).all()
+    assert (y == (np.arange(THREADS) >= 20)).all()
+
+
+@pytest.mark.parametrize("load", ["ld.param.b64 %rd5, [%rd3+4];", "ld.param.b32 %r5, [%rd3];"])
+def test_half_of_a_parameter_is_not_loaded_as_one(load):
+    with pytest.raises(EmulationError, match="is not a parameter|is not of the size"):
+        execute(f"{CHOOSE}{load}", floats(), floats())
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @np.errstate(all="ignore")
 def test_a_multiply_add_is_rounded_once(dtype):

@@ -112,6 +112,19 @@ def test_no_beta_and_no_gamma_compiles_anything_after_the_first(monkeypatch, lau
     assert len(compilations) == 10
 
 
+@pytest.mark.parametrize(("target", "launches"), [("sm_90", 1), ("gfx942", 2)])
+@pytest.mark.parametrize("launch", [float64_state, exact_state])
+def test_the_pointers_of_many_leaves_spill_no_register(launch, target, launches):
+    """Of the kernels with the most pointers, of which AMD has scalar registers for about fifty."""
+    with compiling(TARGETS[target]) as compiled:
+        launch("invert_adjoint", gamma=1.3, leaves=8)
+        assert len(compiled) == launches
+        launch("invert_compare", gamma=1.3, leaves=8)
+        launch("relax_norms", gamma=1.3, leaves=8)
+    assert len(compiled) <= 7
+    assert not any(machine_code.statistics(kernel).spilled for kernel in compiled)
+
+
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_a_loop_is_counted_as_often_as_it_is_run(target):
     """16 rows of two elements, each with its loads and stores, whatever the compiler has unrolled of them."""

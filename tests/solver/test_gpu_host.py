@@ -59,6 +59,71 @@ def test_the_whole_gpu_path_gives_the_bits_of_the_cpu_and_waits_once_per_step_wi
     assert not deferred._pending
 
 
+def solve_leaves(device, sizes, **settings):
+    """Of a state of several tensors, of which each looks at the next: all results on the CPU."""
+    torch.manual_seed(0)
+    x = [torch.randn(n).to(device).requires_grad_() for n in sizes]
+    z0 = {f"leaf {i}": torch.zeros(n, device=device) for i, n in enumerate(sizes)}
+
+    def f(z):
+        leaves = list(z.values())
+        return {name: 0.4 * leaf.tanh() + 0.2 * leaves[i - 1].mean() + x[i] for i, (name, leaf) in enumerate(z.items())}
+
+    solution = revdeq.solve(f, z0, beta=0.8, max_steps=4, check="raise", **settings)
+    sum(z.square().sum() for z in solution.z.values()).backward()
+    return [t.detach().cpu() for t in (*solution.z.values(), *solution.y.values(), *(t.grad for t in x))]
+
+
+SIZES = (5000, 1, 1024, 9001, 16)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 1.3])
+@pytest.mark.parametrize("tol", [None, 1e-9])
+@pytest.mark.parametrize("state", STATES)
+def test_all_leaves_of_a_state_take_one_launch_per_half_step(monkeypatch, state, tol, gamma):
+    settings = {"state": state, "tol": tol, "gamma": gamma}
+    expected = solve_leaves("cpu", SIZES, **settings)
+    with emulated():
+        assert all(map(torch.equal, solve_leaves(DEVICE, SIZES, **settings), expected))
+        driver.synchronize(DEVICE)
+        deferred.settle()
+    half_steps = {
+        "relax": 7 if tol is None else 4,
+        "relax_norms": 1 if tol is None else 4,
+        "invert": 6,
+        "compare": 2,
+    }
+    assert driver.launches == {f"_{name}_leaves_kernel": count for name, count in half_steps.items()}
+    driver.launches.clear()
+    monkeypatch.setattr(revdeq.kernels.launch, "LEAVES", 1)
+    with emulated():
+        assert all(map(torch.equal, solve_leaves(DEVICE, SIZES, **settings), expected))
+        driver.synchronize(DEVICE)
+        deferred.settle()
+    assert driver.launches == {f"_{name}_kernel": 5 * count for name, count in half_steps.items()}
+
+
+def test_so_they_do_in_an_implicit_backward_pass(monkeypatch):
+    """Whose thread chooses its backend anew."""
+    expected = solve_leaves("cpu", SIZES, gradient="implicit")
+    monkeypatch.setenv("REVDEQ_BACKEND", "triton")
+    with emulated():
+        assert all(map(torch.equal, solve_leaves(DEVICE, SIZES, gradient="implicit"), expected))
+    assert driver.launches == {"_relax_leaves_kernel": 14, "_relax_norms_leaves_kernel": 2}
+
+
+def test_one_or_two_leaves_take_a_launch_each():
+    expected = solve_leaves("cpu", SIZES[:2])
+    with emulated():
+        assert all(map(torch.equal, solve_leaves(DEVICE, SIZES[:2]), expected))
+    assert driver.launches == {
+        "_relax_kernel": 14,
+        "_relax_norms_kernel": 2,
+        "_invert_kernel": 12,
+        "_compare_kernel": 4,
+    }
+
+
 def test_a_launch_with_another_device_current_is_an_error_of_the_simulation(monkeypatch):
     """So that the tests above mean something."""
     monkeypatch.setattr(revdeq.kernels.launch, "_on", lambda device: driver.device(OTHER))

@@ -44,7 +44,15 @@ exact invert                    8+4           8+4     -     -      0      0     
 exact invert_adjoint            8+4+4+4       8+4+4   -     -      0      0                       48       40       40       40       40       32       32       40       40       40       40       40       48       48       48
 exact invert_adjoint, spill     8+4+4+4+4     8+4+4   -     -      0      0                       48       32       40       40       32       32       32       40       40       40       40       40       56       56       56
 exact invert_adjoint, gamma     8+4+4+4+4+4   8+4+4   -     -      0      0                       56       32       40       40       32       40       40       40       40       40       40       40       56       48       48
-exact invert_compare            8+4+4+4+4     4       4     -      0      5                       48       40       40       40       40       40       40       40       40       40       40       40       40       40       40
+exact invert_compare            8+4+4+4+4     4       4     -      0      5                       56       40       40       40       40       40       40       40       40       40       40       40       40       40       40
+relax, 4 leaves                 8+4           8+4     -     -      5      0                       56       40       40       40       32       40       32       40       40       48       48       48       56       48       48
+relax_norms, 4 leaves           8+4           8+4     8+8   -      10     0                       64       40       40       40       40       40       40       40       40       64       56       56       48       48       48
+invert_adjoint, 4 leaves        8+4+4+4       8+4+4   -     -      7/15   2/5                     48       48       48       48       48       48       48       48       48       40       56       56       64       64       64
+invert_compare, 4 leaves        8+4+4+4+4     4       4     -      10/18  7/10                    64       48       56       56       56       56       56       56       56       40       32       32       40       40       40
+exact relax, 4 leaves           8+4           8+4     -     4      0      0                       48       40       48       48       40       40       40       40       40       48       48       48       56       56       56
+exact relax_norms, 4 leaves     8+4           8+4     4+4   4      0      0                       48       40       40       40       40       40       40       40       40       48       48       48       40       40       40
+exact invert_adjoint, 4 leaves  8+4+4+4       8+4+4   -     -      0      0                       48       40       40       40       32       32       32       40       40       40       48       48       56       56       56
+exact invert_compare, 4 leaves  8+4+4+4+4     4       4     -      0      5                       56       40       40       40       40       40       40       40       40       40       32       32       40       40       40
 """  # noqa: E501
 
 N = 5000  # its value specialises nothing
@@ -67,19 +75,25 @@ def arguments(operation: str, dtype: torch.dtype, step: Any) -> tuple[Any, ...]:
     }[operation]
 
 
-def float64_state(operation: str, dtype: torch.dtype = torch.float32, beta: float = 0.8, gamma: float = 1.0) -> None:
+def float64_state(
+    operation: str, dtype: torch.dtype = torch.float32, beta: float = 0.8, gamma: float = 1.0, leaves: int = 1
+) -> None:
     """Launches an operation on the float64 state."""
-    bound = backends.gpu.HalfStep(zeros(torch.float64), zeros(dtype))
-    getattr(bound, operation)(*arguments(operation, dtype, Coefficients.rounded(beta, gamma)))
+    with backends.together(leaves):
+        for _ in range(leaves):
+            bound = backends.gpu.HalfStep(zeros(torch.float64), zeros(dtype))
+            getattr(bound, operation)(*arguments(operation, dtype, Coefficients.rounded(beta, gamma)))
 
 
-def exact_state(operation: str, beta: float = 0.8, gamma: float = 1.0, spill: bool = False) -> None:
+def exact_state(operation: str, beta: float = 0.8, gamma: float = 1.0, spill: bool = False, leaves: int = 1) -> None:
     """The same on the integer state."""
     radix = Radix.nearest(beta, 24, gamma)
-    state, copy, aside = zeros(torch.int64), zeros(torch.float32), [zeros(torch.int32)]
-    bound = backends.gpu_exact.HalfStep(state, copy, [radix] * 64, aside)
-    bound.done = (radix.free_half_steps if spill else 0) + operation.startswith("invert")
-    getattr(bound, operation)(*arguments(operation, torch.float32, radix))
+    with backends.together(leaves):
+        for _ in range(leaves):
+            state, copy, aside = zeros(torch.int64), zeros(torch.float32), [zeros(torch.int32)]
+            bound = backends.gpu_exact.HalfStep(state, copy, [radix] * 64, aside)
+            bound.done = (radix.free_half_steps if spill else 0) + operation.startswith("invert")
+            getattr(bound, operation)(*arguments(operation, torch.float32, radix))
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {
@@ -103,6 +117,11 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "exact invert_adjoint, spill": functools.partial(exact_state, "invert_adjoint", spill=True),
     "exact invert_adjoint, gamma": functools.partial(exact_state, "invert_adjoint", gamma=1.3),
     "exact invert_compare": functools.partial(exact_state, "invert_compare"),
+}
+LAUNCHES |= {
+    f"{state}{operation}, 4 leaves": functools.partial(launch, operation, leaves=4)
+    for state, launch in {"": float64_state, "exact ": exact_state}.items()
+    for operation in ("relax", "relax_norms", "invert_adjoint", "invert_compare")
 }
 
 

@@ -346,11 +346,11 @@ def emulated(name="sm_90"):
         run, runs_on = JITFunction.run, gpu.runs_on
 
         def noted(kernel, args):
-            places = {x.device for x in args if isinstance(x, torch.Tensor)}
+            places = {x.device for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
             if places != {torch.device(NAME, driver.current_device())}:
                 raise RuntimeError(f"a launch on {NAME}:{driver.current_device()} with tensors on {places}")
             driver.launches[kernel.__name__] += 1
-            return map(_raw, args)
+            return tree_map(_raw, args)
 
         class OnRawMemory:
             """A compiled kernel, which belongs to a device."""

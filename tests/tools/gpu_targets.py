@@ -80,7 +80,7 @@ def launching(target, launch):
         patch.setattr(backends.gpu, "divides_by_reciprocal", lambda device: target.backend == "cuda")
         patch.setattr(revdeq_launch, "_compiled", {})
         patch.setattr(revdeq_launch, "is_known", lambda kernel, device: True)
-        patch.setattr(revdeq_launch, "has_a_limited_range", lambda: target.backend == "hip")
+        patch.setattr(revdeq_launch, "is_amd", lambda: target.backend == "hip")
         patch.setattr(triton.runtime.driver, "_active", Streams())
         yield
 

@@ -69,7 +69,7 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     r"and\.(b16|b32|b64|pred)": np.bitwise_and,
     r"or\.(b16|b32|b64|pred)": np.bitwise_or,
     r"xor\.(b16|b32|b64|pred)": np.bitwise_xor,
-    r"not\.(pred)": np.invert,
+    r"not\.(b64|pred)": np.invert,
 }
 
 SHIFTS = {r"shl\.(b16|b32|b64)": _shift_left, r"shr\.([us]32|[us]64)": _shift_right}
@@ -191,16 +191,19 @@ def _part(machine, operand: str, bits: int, threads: np.ndarray) -> np.ndarray:
 
 
 def _load_parameter(machine, operands, threads, kind):
-    """A signed or unsigned number may go to a wider register, as a number."""
+    """By its name or its address. A signed or unsigned number may go to a wider register, as a number."""
     to, source = operands
-    name, offset = address(source)
-    if offset or name not in machine.parameters:
-        raise EmulationError(f"{source} is not a parameter")
-    value = machine.parameters[name]
-    if value.itemsize != DTYPES[kind].itemsize:
-        raise EmulationError(f"parameter {name} is not of the size of {kind}")
     wide = DTYPES[kind[0] + machine.program.registers[to][1:]]
-    machine.write(to, np.repeat(value.view(DTYPES[kind]).astype(wide), threads.size), threads)
+    places, values = _addresses(machine, source, threads), np.empty(threads.size, wide)
+    names = {place: name for name, place in machine.places.items()}
+    for place in np.unique(places):
+        if place not in names:
+            raise EmulationError(f"{source} is not a parameter")
+        value = machine.parameters[names[place]]
+        if value.itemsize != DTYPES[kind].itemsize:
+            raise EmulationError(f"parameter {names[place]} is not of the size of {kind}")
+        values[places == place] = value.view(DTYPES[kind]).astype(wide)
+    machine.write(to, values, threads)
 
 
 def _load(machine, operands, threads, count, kind):

@@ -8,6 +8,9 @@ from .instructions import DTYPES, execute, is_known
 from .memory import Memory
 from .parse import EmulationError, Program, elements
 
+PARAMETERS = 1 << 60
+"""Where they begin, in a memory of their own."""
+
 
 class Machine:
     """All threads of all programs are one vector; an instruction is executed by those that are at it."""
@@ -30,6 +33,7 @@ class Machine:
             name: _parameter(value, DTYPES[kind])
             for (name, kind), value in zip(program.parameters.items(), padded, strict=True)
         }
+        self.places = {name: PARAMETERS + 8 * i for i, name in enumerate(self.parameters)}
         self.values = {name: np.zeros(everyone.size, _bits(DTYPES[kind])) for name, kind in program.registers.items()}
         self.written = {name: np.zeros(everyone.size, bool) for name in program.registers}
         self._everyone = everyone
@@ -78,6 +82,8 @@ class Machine:
             if self.values[operand].itemsize != dtype.itemsize:
                 raise EmulationError(f"register {operand} is not of the size of {kind}")
             return self.values[operand][threads].view(dtype)
+        if operand in self.places:
+            return np.full(threads.size, self.places[operand], np.uint64).view(dtype)
         if operand in self.special:
             return self.special[operand][threads].astype(dtype)
         return np.full(threads.size, _constant(operand, dtype))
