@@ -244,13 +244,14 @@ SOLVE = [
      "overflow in step 1: f is not finite in float32; try a smaller beta, or an f that contracts"),
     ("f is large", solving(lambda z: z * 0 + 150, state="exact"), OverflowError,
      "overflow in step 1: f reached 150, but 24 fraction bits hold magnitudes below 128; use "
-     "state=revdeq.Exact(fraction_bits=22), or normalise f"),
+     "state=revdeq.Exact(fraction_bits=22), or normalise f; or the iteration diverges, and needs other coefficients "
+     "(revdeq.tune)"),
     ("z0 is large", solving(z0=Z + 500, state="exact"), OverflowError,
      "z0 does not fit the exact state: z0 reached 500, but 24 fraction bits hold magnitudes below 128; use "
      "state=revdeq.Exact(fraction_bits=21), or normalise z0"),
     ("f is out of all range", solving(lambda z: z * 0 + 3e10, state="exact"), OverflowError,
      "overflow in step 1: f reached 3e+10, but 24 fraction bits hold magnitudes below 128; normalise "
-     "f"),
+     "f; or the iteration diverges, and needs other coefficients (revdeq.tune)"),
     ("z0 is NaN", solving(z0=Z / 0), FloatingPointError, "z0 is not finite: start from finite numbers"),
     ("a layer's unknown state", lambda: revdeq.RevDEQ(half, state="exat"), ValueError,
      "state = 'exat' must be 'auto', 'float64', 'exact' or revdeq.Exact(fraction_bits=...)"),
@@ -546,7 +547,8 @@ TORCHDEQ = [
     ("a tolerance below zero", core(f_tol=-1.0), ValueError,
      "f_tol = -1.0 must be positive and finite; 0 or None makes all f_max_iter evaluations"),
     ("our name of f_max_iter", core(max_steps=4), TypeError,
-     "unknown keyword max_steps = 4: in torchdeq it is called f_max_iter, which counts evaluations of f, two to a step"),
+     "unknown keyword max_steps = 4: in torchdeq it is called f_max_iter, which counts evaluations of "
+     "f, two to a step"),
     ("our name of f_tol", core(tol=0.1), TypeError, "unknown keyword tol = 0.1: in torchdeq it is called f_tol"),
     ("a misspelt keyword", core(f_maxiter=4), TypeError, "unknown keyword f_maxiter = 4: did you mean f_max_iter?"),
     ("a state that is none", core(lambda deq: deq(torch.cos, 3)), TypeError,
