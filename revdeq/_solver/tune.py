@@ -24,6 +24,7 @@ import contextlib
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from .. import _device
+from .monitor import ConvergenceWarning
 from .options import options_from, with_options
 from .solve import checked_state, solve
 
@@ -201,6 +203,13 @@ def tune(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Tuning:
         raise FloatingPointError(
             f"the iteration diverges with all of the {len(rows)} pairs that were tried: f returns NaN or infinity, or "
             "has eigenvalues with real parts beyond 1; normalise what f returns, or begin with a smaller gamma"
+        )
+    if best.residual >= 1:
+        warnings.warn(
+            f"no pair converges: with the best of {len(rows)}, f(z) is still {best.residual:.2g} of the size of z away "
+            "from z after the last step; normalise what f returns, so that it contracts",
+            ConvergenceWarning,
+            stacklevel=2,
         )
     return Tuning(*best, given=rows[0], evaluations=2 * checked.max_steps, trials=rows)
 

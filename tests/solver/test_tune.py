@@ -238,3 +238,8 @@ def test_a_tuned_layer_keeps_its_coefficients_when_it_is_saved_and_loaded():
     assert other[1].beta == found.beta, "a state without coefficients leaves them alone"
     near_one = revdeq.RevDEQ(Block(), beta=0.98)
     assert abs(1 - near_one.tune(x).beta) >= CLOSEST_TO_1
+
+
+def test_it_is_told_when_no_pair_converges():
+    with pytest.warns(revdeq.ConvergenceWarning, match=r"no pair converges: with the best of \d+, f\(z\) is still 2"):
+        revdeq.tune(lambda z: 3 * z + 1, torch.zeros(4))
