@@ -214,11 +214,15 @@ def classify(parser: argparse.ArgumentParser) -> Run:
         from ..training.classify import classify
 
         guesses = classify(arguments.run_folder, arguments.images, _changes(arguments), arguments.device)
-        found = [(str(guess.file), guess.name, guess.probability) for guess in guesses]
-        width = max(len(file) for file, *_ in found)
-        print(f"{'file':{width}}  {'class':12}probability")
-        for file, name, probability in found:
-            print(f"{file:{width}}  {name:12}{probability:.3f}")
+        found = []
+        try:
+            for guess in guesses:
+                found.append((str(guess.file), guess.name, guess.probability))
+        finally:  # also where one of them cannot be read
+            width = max((len(file) for file, *_ in found), default=4)
+            print(f"{'file':{width}}  {'class':12}probability")
+            for file, name, probability in found:
+                print(f"{file:{width}}  {name:12}{probability:.3f}")
         return 0
 
     return _guarded(run)

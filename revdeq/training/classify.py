@@ -61,7 +61,7 @@ def classify(
 
     Raises:
         CheckpointError: The model is not one of images.
-        DataError: There is no image, or one cannot be read.
+        DataError: There is no image; or, after all others, one cannot be read.
 
     Example:
         >>> from PIL import Image
@@ -81,13 +81,25 @@ def classify(
 
 
 def _guesses(model: torch.nn.Module, files: list[Path], device: torch.device, batch: int) -> Iterator[Guess]:
+    """What cannot be read is told after all that can."""
+    wrong = []
     for start in range(0, len(files), batch):
-        part = files[start : start + batch]
-        pixels = torch.stack([read(file) for file in part]).to(device)
+        images = {}
+        for file in files[start : start + batch]:
+            try:
+                images[file] = read(file)
+            except DataError as error:
+                wrong.append(error)
+        if not images:
+            continue
         with torch.no_grad():
-            likeliest = model(normalise(pixels)).float().softmax(1).max(1)
-        for file, probability, chosen in zip(part, likeliest.values.tolist(), likeliest.indices.tolist(), strict=True):
+            likeliest = model(normalise(torch.stack([*images.values()]).to(device))).float().softmax(1).max(1)
+        for file, probability, chosen in zip(
+            images, likeliest.values.tolist(), likeliest.indices.tolist(), strict=True
+        ):
             yield Guess(file, NAMES[chosen], probability)
+    if wrong:
+        raise DataError("; ".join(map(str, wrong))) from wrong[0]
 
 
 def images_in(place: Path) -> list[Path]:

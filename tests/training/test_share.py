@@ -407,3 +407,8 @@ def test_what_cannot_be_classified_is_named(runs, pictures, tmp_path, monkeypatc
         assert message in said(monkeypatch, capsys, "classify", *arguments, "--device", "cpu")
     with pytest.raises(DataError):
         classify(run, [tmp_path / "none"])
+    told = []
+    with pytest.raises(DataError, match="cannot be read"):
+        told.extend(classify(run, [pictures], device="cpu"))
+    readable = {file.name for file in pictures.iterdir() if file.suffix != ".txt"} - {"f.png"}
+    assert {guess.file.name for guess in told} == readable
