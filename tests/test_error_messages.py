@@ -799,7 +799,7 @@ UNSEEN = {
 }  # fmt: skip
 
 MADE_BEFORE = {
-    "'; '.join(map(str, wrong))",
+    "'; '.join(map(str, wrong))",  # of images that cannot be read
     "1",  # an exit code
     "text",  # of Monitor, "beyond float64's range"
     "OTHER_TENSORS",  # "what f closes over is replaced"
