@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from turns import take_turns
 
 from revdeq._device import peak_memory
 from revdeq.models import PuzzleNet, ResNet, Transformer, count_parameters
@@ -322,19 +323,23 @@ def measured(task, threads, folder, out):
     return row, curve, probes
 
 
+def prepared(preset, folder=None):
+    """A model to be trained, and a function that computes its loss on a batch."""
+    data = load(preset.data, folder, preset.settings)
+    model = preset.build(**data.shapes)
+    batch = data.batch(torch.arange(preset.training.batch), torch.Generator().manual_seed(0))
+    return model, lambda: train.loss_of(model(batch.inputs), batch.targets)
+
+
 def memory(name):
     """What an update allocates, at most, at each number of steps: bytes by the reversible solver and by a stored
     graph."""
     study = STUDIES[name]
     for solver, depth in itertools.product(("reversible", "stored"), study.depths):
-        preset = PRESETS[study.preset].changed({"max_steps": depth, "solver": solver})
-        data = load(preset.data, None, preset.settings)
-        model = preset.build(**data.shapes)
-        batch = data.batch(torch.arange(preset.training.batch), torch.Generator().manual_seed(0))
+        model, loss = prepared(PRESETS[study.preset].changed({"max_steps": depth, "solver": solver}))
 
-        def update(model=model, batch=batch):
-            loss = train.loss_of(model(batch.inputs), batch.targets)
-            torch.autograd.grad(loss, list(model.parameters()))
+        def update(model=model, loss=loss):
+            torch.autograd.grad(loss(), list(model.parameters()))
 
         update()  # what is allocated once only
         yield {"study": name, "solver": solver, "max_steps": depth, "bytes": peak_memory(update)}
@@ -344,24 +349,17 @@ def speeds(name, folder, rounds=12):
     """Seconds of an update of each variant: the fastest, in turns, because other programs run beside it."""
     study, updates = STUDIES[name], {}
     for label, changes in variants(name):
-        preset = PRESETS[study.preset].changed({**study.settings, **changes})
-        data = load(preset.data, folder, preset.settings)
-        model = preset.build(**data.shapes)
+        model, loss = prepared(PRESETS[study.preset].changed({**study.settings, **changes}), folder)
         optimizer = torch.optim.AdamW(model.parameters())
-        batch = data.batch(torch.arange(preset.training.batch), torch.Generator().manual_seed(0))
 
-        def update(model=model, optimizer=optimizer, batch=batch):
+        def update(loss=loss, optimizer=optimizer):
             optimizer.zero_grad()
-            train.cross_entropy(model(batch.inputs), batch.targets).backward()
+            loss().backward()
             optimizer.step()
 
         updates[label] = update
-    fastest = dict.fromkeys(updates, float("inf"))
-    for _, (label, update) in itertools.product(range(rounds), updates.items()):
-        begin = time.perf_counter()
-        update()
-        fastest[label] = min(fastest[label], time.perf_counter() - begin)
-    return [{"study": name, "label": label, "seconds": f"{each:.4g}"} for label, each in fastest.items()]
+    times = take_turns(updates, budget=0, rounds=(rounds, rounds))
+    return [{"study": name, "label": label, "seconds": f"{min(each):.4g}"} for label, each in times.items()]
 
 
 def append(path, columns, rows):

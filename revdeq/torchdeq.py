@@ -18,6 +18,7 @@ import logging
 import math
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -291,10 +292,8 @@ def _in_torchdeqs_words() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        innermost = error.__traceback__
-        while innermost is not None and innermost.tb_next is not None:
-            innermost = innermost.tb_next
-        own = innermost is not None and innermost.tb_frame.f_globals["__name__"].startswith("revdeq._solver")
+        *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+        own = innermost.f_globals["__name__"].startswith("revdeq._solver")
         if own and len(error.args) == 1 and isinstance(error.args[0], str):
             text = error.args[0]
             for ours, theirs in WORDS.items():

@@ -210,7 +210,7 @@ class Reversible(torch.autograd.Function):
         inputs = it.f.inputs.tensors
         totals = Totals(inputs)
         maxima: State = []
-        sizes = [typical_magnitude(c) for c in copy]
+        sizes = [typical_magnitude(c) for c in copy] if first == 0 else []  # nothing is compared where it ends before
         replay = Replay(it.f, keep_graph=keep)
         with replay.running():
             for n in reversed(range(first, it.steps)):

@@ -61,6 +61,20 @@ def test_with_equal_time_a_fast_model_makes_more_updates_at_its_best_learning_ra
     assert f"| {labels[-1]} | 1560 | 1 | 0.006 |" in same_time and "| 1560 |" not in same_updates
 
 
+def test_updates_are_timed_and_their_memory_is_counted(monkeypatch):
+    preset = evidence.PRESETS["prefix-tiny"].changed({"channels": 4, "batch": 2, "max_steps": 2})
+    monkeypatch.setitem(evidence.PRESETS, "prefix-tiny", preset)
+    two = (("fast", {}), ("slow", {"max_steps": 40}))
+    study = evidence.STUDIES["prefix"]._replace(variants=lambda: two, depths=(2,))
+    monkeypatch.setitem(evidence.STUDIES, "prefix", study)
+    monkeypatch.setattr(evidence, "variants", lambda name: two)
+    fast, slow = evidence.speeds("prefix", None, rounds=2)
+    assert [fast["label"], slow["label"]] == ["fast", "slow"] and min(
+        float(fast["seconds"]), float(slow["seconds"])
+    ) > 0
+    assert [row["solver"] for row in evidence.memory("prefix") if row["bytes"] > 0] == ["reversible", "stored"]
+
+
 def test_a_report_of_whole_runs(tmp_path):
     tables = done(list(evidence.tasks(["image", "states", "prefix"], 1, {}, [])))
     assert not evidence_report.problems(*tables)
