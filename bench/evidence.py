@@ -66,7 +66,7 @@ class Study(NamedTuple):
     """preset, updates, settings: of all its trainings.
 
     variants: labels, each with the settings that make it.
-    rates: learning rates to choose from; none: that of the preset.
+    rates: learning rates to choose from, the first of those that are equally good; none: that of the preset.
     seeds: at most so many.
     clock: the variant whose training all others get the time of, with --equal-time.
     size, sizes, depths: of puzzles, the setting for their size, and the sizes and numbers of steps to evaluate at.
@@ -170,11 +170,11 @@ STUDIES = {
     ),
     "states": Study("cifar10-tiny", 390, {"evaluate_every": 390, "log_every": 1}, state_variants, seeds=1),
     "prefix": Study(
-        "prefix-tiny", PRESETS["prefix-tiny"].training.updates, {}, prefix_variants,
+        "prefix-tiny", PRESETS["prefix-tiny"].training.updates, {}, prefix_variants, rates=(4e-3, 2e-3, 8e-3),
         size="bits", sizes=(16, 32, 64, 128), depths=(5, 10, 20, 40, 80, 160),
     ),
     "maze": Study(
-        "maze-tiny", PRESETS["maze-tiny"].training.updates, {}, maze_variants,
+        "maze-tiny", PRESETS["maze-tiny"].training.updates, {}, maze_variants, rates=(3e-3, 1.5e-3, 6e-3),
         size="cells", sizes=(4, 6, 8, 12), depths=(4, 8, 16, 32, 64, 128),
     ),
 }  # fmt: skip

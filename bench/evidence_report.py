@@ -55,7 +55,9 @@ def chosen(rows):
     for row in rows:
         groups[row["label"], row["updates"]].append(row)
     for key, group in groups.items():
+        order = [str(lr) for lr in STUDIES[group[0]["study"]].rates]
         first = [row for row in group if row["seed"] == "0"]
+        first.sort(key=lambda row, order=order: order.index(row["lr"]) if order else 0)  # max takes the first of equals
         sign = -1 if group[0]["metric"] == "perplexity" else 1
         best = max(first, key=lambda row: sign * float(row["validation"]))["lr"]
         yield key, [row for row in group if row["lr"] == best], len({row["lr"] for row in first})
@@ -77,7 +79,12 @@ def report(results, runs=None):
     rows, curves, probes, memory, speeds = (table(results / f"{name}.csv") for name in names)
     if found := problems(rows, curves, probes):
         raise SystemExit("\n".join(["the tables cannot be reported as they are:", *sorted(found)]))
-    lines = [MADE, "", "± is the deviation between seeds.", ""]
+    lines = [
+        MADE,
+        "",
+        "± is the deviation between seeds. Commands are those of seed 0 and the learning rate that was best;",
+    ]
+    lines += ["`--set seed=1` and another `--set lr` make the others, and runs.csv has them all.", ""]
     for name, study in STUDIES.items():
         order = [label for label, _ in variants(name)]
         ours = sorted((row for row in rows if row["study"] == name), key=lambda row: order.index(row["label"]))
@@ -86,7 +93,8 @@ def report(results, runs=None):
         lines += [f"## {name}", ""]
         lines += puzzle_lines(name, ours, probes, memory) if study.sizes else score_lines(name, ours, speeds)
         lines += [f"![{name}]({name}.png)", "", "```"]
-        lines += [*dict.fromkeys(row["command"] for row in ours if row["seed"] == "0"), "```", ""]
+        lines += [row["command"] for _, group, _ in chosen(ours) for row in group if row["seed"] == "0"]
+        lines += ["```", ""]
         figure, said = drawn(name, ours, curves, probes, speeds)
         figure.savefig(results / f"{name}.png", dpi=120)
         lines += said
@@ -123,6 +131,12 @@ def score_lines(name, ours, speeds):
             yield from score_table(rows, wanted)
 
 
+def rate(group, tried, wanted):
+    """The learning rate of a group, and of how many it was the best."""
+    words = f"{float(group[0]['lr']):g}" + (f" of {tried} tried" if tried > 1 else "")
+    return words + (f" ({wanted - tried} to come)" if tried < wanted else "")
+
+
 def score_table(ours, wanted):
     metric = ours[0]["metric"]
     yield f"| | updates | seeds | lr | parameters | evaluations | {metric}, validation | {metric}, test |"
@@ -130,10 +144,8 @@ def score_table(ours, wanted):
     for (label, updates), group, tried in chosen(ours):
         numbers = {key: [float(row[key]) for row in group] for key in ("validation", "test")}
         evaluations = {f"{float(row['evaluations']):.3g}" if row["evaluations"] else "" for row in group}
-        rate = f"{float(group[0]['lr']):g}" + (f" of {tried} tried" if tried > 1 else "")
-        rate += f" ({wanted - tried} to come)" if tried < wanted else ""
         yield (
-            f"| {label} | {updates} | {len(group)} | {rate} | {int(group[0]['parameters']):,} | "
+            f"| {label} | {updates} | {len(group)} | {rate(group, tried, wanted)} | {int(group[0]['parameters']):,} | "
             f"{', '.join(evaluations)} | {spread(numbers['validation'])} | {spread(numbers['test'])} |"
         )
     yield ""
@@ -153,20 +165,23 @@ def sized(study, size):
     return f"{size} x {size} cells" if study.size == "cells" else f"{size} {study.size}"
 
 
-def puzzle_lines(name, ours, probes, memory):
+def puzzle_lines(name, rows, probes, memory):
     study = STUDIES[name]
     yield "Solved puzzles of each size by the number of steps: the mean over seeds, and where they differ, the range."
     yield ""
-    yield f"| | seeds | parameters | size | {' | '.join(f'N = {depth}' for depth in study.depths)} |"
-    yield "|---" * (4 + len(study.depths)) + "|"
-    for (label, _), group, _ in chosen(ours):
+    yield f"| | seeds | lr | parameters | size | {' | '.join(f'N = {depth}' for depth in study.depths)} |"
+    yield "|---" * (5 + len(study.depths)) + "|"
+    for (label, _), group, tried in chosen(rows):
         for size in study.sizes:
             cells = []
             for depth in study.depths:
                 values = solved(group, probes, size, depth)
                 low, high = min(values), max(values)
                 cells.append(f"{statistics.mean(values):.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else ""))
-            begin = f"| {label} | {len(group)} | {int(group[0]['parameters']):,} | {sized(study, size)}"
+            begin = (
+                f"| {label} | {len(group)} | {rate(group, tried, len(study.rates))} | {int(group[0]['parameters']):,}"
+            )
+            begin += f" | {sized(study, size)}"
             yield f"{begin} | {' | '.join(cells)} |"
     for solver in ("reversible", "stored"):
         ours = {
@@ -175,7 +190,28 @@ def puzzle_lines(name, ours, probes, memory):
         if ours:
             what = "the reversible solver" if solver == "reversible" else "a stored graph"
             cells = [f"{ours[str(depth)] / 2**20:.1f} MiB" for depth in study.depths]
-            yield f"| memory of an update by {what} | | | {sized(study, study.sizes[0])} | {' | '.join(cells)} |"
+            yield f"| memory of an update by {what} | | | | {sized(study, study.sizes[0])} | {' | '.join(cells)} |"
+    yield ""
+    yield from rate_lines(study, rows, probes)
+
+
+def rate_lines(study, rows, probes):
+    """The larger puzzles at every learning rate: a variant is not behind because it was given the wrong one."""
+    rates, sizes, depth = sorted(study.rates), study.sizes[-2:], study.depths[-1]
+    yield (
+        f"By learning rate: solved puzzles of {' and of '.join(sized(study, size) for size in sizes)} "
+        f"with N = {depth}, seed 0."
+    )
+    yield ""
+    yield f"| | {' | '.join(f'lr {lr:g}' for lr in rates)} |"
+    yield "|---" * (1 + len(rates)) + "|"
+    for label in dict.fromkeys(row["label"] for row in rows):
+        cells = []
+        for lr in rates:
+            run = [row for row in rows if (row["label"], row["lr"], row["seed"]) == (label, str(lr), "0")]
+            shares = [solved(run, probes, size, depth) for size in sizes]
+            cells.append(" and ".join(f"{share:.2f}" for (share,) in shares) if run else "to come")
+        yield f"| {label} | {' | '.join(cells)} |"
     yield ""
 
 

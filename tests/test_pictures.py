@@ -62,9 +62,10 @@ def trained(study, seeds, lengths):
     for updates, seed, (i, (label, _)) in itertools.product(lengths, range(seeds), enumerate(evidence.variants(study))):
         run = f"{label} {seed} {updates}"
         score = 0.4 + 0.03 * i + 0.01 * seed
-        row = dict.fromkeys(evidence.ROW, "1") | {"run": run, "label": label, "lr": "0.01", "seed": str(seed)}
+        lr = str((*evidence.STUDIES[study].rates, 0.01)[0])
+        row = dict.fromkeys(evidence.ROW, "1") | {"run": run, "label": label, "lr": lr, "seed": str(seed)}
         explicit = label.startswith("explicit")
-        row |= {"updates": str(updates), "metric": "accuracy", "validation": str(score)}
+        row |= {"study": study, "updates": str(updates), "metric": "accuracy", "validation": str(score)}
         rows.append(row | {"evaluations": "" if explicit else "8"})
         curves += [
             {"run": run, "update": str(update), "loss": str(0.1 * i + 5 * math.exp(-update / 300) + 1)}
