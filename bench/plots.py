@@ -237,8 +237,10 @@ def _dial(series):
         axis.plot(*zip(*curve, strict=True), "o-", color=COLORS["reversible"], label="ours, exact gradient, by keep")
         for i, ((k, _), at) in enumerate(zip(kept, curve, strict=True)):
             beside = [time for _, time in (*curve[max(0, i - 1) : i], *curve[i + 1 : i + 2])]
-            offset = 6 if at[1] >= sum(beside) / len(beside) else -13  # where the curve bends away
-            axis.annotate(str(k), at, (0, offset), textcoords="offset points", ha="center", fontsize=8)
+            offset = 0, 6 if at[1] >= sum(beside) / len(beside) else -13  # where the curve bends away
+            if k == 0:
+                offset = -9, -3  # keep=2 needs little more memory, and has its own label right there
+            axis.annotate(str(k), at, offset, textcoords="offset points", ha="center", fontsize=8)
         for name, label, marker in (
             ("stored graph", "stored graph", "s"),
             ("checkpoint", "checkpoint", "D"),

@@ -66,9 +66,15 @@ def _triton_version() -> str:
 
 
 def _commit() -> str:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
+    """The commit, and whether what is measured or what measures it has changed since."""
+
+    def git(*words):
+        command = ["git", "-C", str(ROOT), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", "kernels", "revdeq", "bench/*.py")
+        return git("describe", "--always", "--exclude=*") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return ""
 
