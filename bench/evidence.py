@@ -15,8 +15,8 @@ states    the same training with the float64 state, the exact state and the stor
 prefix    prefix sums: strings that are solved against their length and the number of steps
 maze      mazes: those that are solved against their size and the number of steps
 
-A study with several learning rates trains every variant with each of them, and the other seeds and other budgets with
-the best one.
+A study with several learning rates trains every variant with each of them, and with more if the best is at the end of
+the list; and the other seeds and other budgets with the best one.
 Every training is a command of its own, which the table of rows holds. What was interrupted, or ran out of --minutes,
 goes on where it was when this is called again.
 """
@@ -66,7 +66,8 @@ class Study(NamedTuple):
     """preset, updates, settings: of all its trainings.
 
     variants: labels, each with the settings that make it.
-    rates: learning rates to choose from, the first of those that are equally good; none: that of the preset.
+    rates: learning rates to choose from, the first of those that are equally good; none: that of the preset. If the
+        smallest or the largest is the best, half of it or twice as much is tried, too.
     seeds: at most so many.
     clock: the variant whose training all others get the time of, with --equal-time.
     size, sizes, depths: of puzzles, the setting for their size, and the sizes and numbers of steps to evaluate at.
@@ -247,10 +248,11 @@ def tasks(names, seeds, updates, rows):
                 asked = updates.get((name, label), study.updates)
                 if seed >= study.seeds:
                     continue
+                best, rates = search(known, rates, rows)
                 if seed == 0 and asked == study.updates:
                     yield from (known._replace(lr=lr) for lr in rates)
-                elif (lr := best_rate(known, rates, rows)) is not None:
-                    yield known._replace(lr=lr, updates=asked)
+                elif best is not None:
+                    yield known._replace(lr=best, updates=asked)
 
 
 def equal_time(name, speeds):
@@ -262,15 +264,19 @@ def equal_time(name, speeds):
     return {(name, label): round(study.updates * seconds[study.clock] / each) for label, each in seconds.items()}
 
 
-def best_rate(task, rates, rows):
-    """By the validation of seed 0; None if it is not known yet."""
-    tried = {}
-    for lr in rates:
-        key = task._replace(lr=lr, seed=0).key
-        for row in rows:
-            if key.items() <= row.items():
-                tried[lr] = float(row["validation"]) * (-1 if row["metric"] == "perplexity" else 1)
-    return max(tried, key=tried.get) if len(tried) == len(rates) else None
+def search(task, rates, rows):
+    """The best learning rate by the validation of seed 0, None if it is not known yet; and those to be tried."""
+    scores = {}
+    for row in rows:
+        lr = float(row["lr"])
+        if task._replace(lr=lr, seed=0).key.items() <= row.items():
+            scores[lr] = float(row["validation"]) * (-1 if row["metric"] == "perplexity" else 1)
+    while all(lr in scores for lr in rates):
+        best = max(rates, key=scores.get)
+        if len(rates) == 1 or min(rates) < best < max(rates):
+            return best, rates
+        rates = (*rates, best / 2 if best == min(rates) else best * 2)
+    return None, rates
 
 
 def run(words, threads, until):

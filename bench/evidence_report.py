@@ -57,9 +57,9 @@ def chosen(rows):
     for key, group in groups.items():
         order = [str(lr) for lr in STUDIES[group[0]["study"]].rates]
         first = [row for row in group if row["seed"] == "0"]
-        first.sort(key=lambda row, order=order: order.index(row["lr"]) if order else 0)  # max takes the first of equals
+        first.sort(key=lambda row, order=order: order.index(row["lr"]) if row["lr"] in order else len(order))
         sign = -1 if group[0]["metric"] == "perplexity" else 1
-        best = max(first, key=lambda row: sign * float(row["validation"]))["lr"]
+        best = max(first, key=lambda row: sign * float(row["validation"]))["lr"]  # the first of equals
         yield key, [row for row in group if row["lr"] == best], len({row["lr"] for row in first})
 
 
@@ -197,7 +197,8 @@ def puzzle_lines(name, rows, probes, memory):
 
 def rate_lines(study, rows, probes):
     """The larger puzzles at every learning rate: a variant is not behind because it was given the wrong one."""
-    rates, sizes, depth = sorted(study.rates), study.sizes[-2:], study.depths[-1]
+    sizes, depth = study.sizes[-2:], study.depths[-1]
+    rates = sorted({*study.rates, *(float(row["lr"]) for row in rows)})
     yield (
         f"By learning rate: solved puzzles of {' and of '.join(sized(study, size) for size in sizes)} "
         f"with N = {depth}, seed 0."
@@ -210,7 +211,9 @@ def rate_lines(study, rows, probes):
         for lr in rates:
             run = [row for row in rows if (row["label"], row["lr"], row["seed"]) == (label, str(lr), "0")]
             shares = [solved(run, probes, size, depth) for size in sizes]
-            cells.append(" and ".join(f"{share:.2f}" for (share,) in shares) if run else "to come")
+            cells.append(
+                " and ".join(f"{share:.2f}" for (share,) in shares) if run else "to come" if lr in study.rates else ""
+            )
         yield f"| {label} | {' | '.join(cells)} |"
     yield ""
 

@@ -149,3 +149,17 @@ def test_rows_of_stale_or_spliced_runs_are_refused(damage, message, tmp_path):
     with pytest.raises(SystemExit, match=message):
         evidence_report.report(tmp_path)
     assert not (tmp_path / "README.md").exists()
+
+
+def test_a_learning_rate_at_the_end_of_the_list_makes_it_longer():
+    task = next(evidence.tasks(["image"], 1, {}, []))
+    rates = evidence.STUDIES["image"].rates
+
+    def tried(lrs, best):
+        return done([task._replace(lr=lr) for lr in lrs], lambda each: 1 - abs(each.lr - best))[0]
+
+    assert evidence.search(task, rates, []) == (None, rates)
+    assert evidence.search(task, rates, tried(rates[:2], 6e-3)) == (None, rates)
+    assert evidence.search(task, rates, tried(rates, 6e-3)) == (6e-3, rates)
+    assert evidence.search(task, rates, tried(rates, 2e-3)) == (None, (*rates, 1.5e-3))
+    assert evidence.search(task, rates, tried((*rates, 1.5e-3), 2.5e-3)) == (3e-3, (*rates, 1.5e-3))
