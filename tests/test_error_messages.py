@@ -464,12 +464,19 @@ def shared_into_a_run(files):
     SingleScale(channels=8).save_pretrained(files.put("last.pt", b"").parent)
 
 
+def shared_as_another(files):
+    SingleScale(channels=8).save_pretrained(files.folder)
+    PuzzleModel.from_pretrained(files.folder)
+
+
 MODELS = [
     ("a name that is not public", lambda: revdeq.training.run_away, AttributeError,
      "module 'revdeq.training' has no attribute 'run_away'"),
     ("no channels", making(SingleScale, channels=0), ValueError, "channels = 0 must be an integer of at least 1"),
     ("shared into a run", shared_into_a_run, ValueError,
      "save_directory = 'FOLDER' is the folder of a run, whose config.json would be lost: choose another"),
+    ("read as another kind", shared_as_another, ValueError,
+     "FOLDER holds a SingleScale, not a PuzzleModel: use SingleScale.from_pretrained"),
     ("a block that is a name", making(SingleScale, block="mine:Block"), TypeError,
      "block = 'mine:Block' must be the class itself, or a function, that block(channels, width) makes a module f(z, x) "
      "of"),

@@ -60,7 +60,7 @@ def run(as_json: bool = False) -> int:
     for about, finding in examine():
         findings[about] = finding
         if not as_json:
-            print(f"{about:<18} {finding.text}", flush=True)
+            print(f"{about:<18} {finding.text}".replace("\n", f"\n{'':<19}"), flush=True)
     ready, sentence = verdict(list(findings.values()))
     if as_json:
         found = {about: dataclasses.asdict(finding) for about, finding in findings.items()}
@@ -351,11 +351,13 @@ def bandwidth(device: torch.device) -> Finding:
     times = take_turns(runs, device)
     rates = {name: n * size / times[name] for name, size in moved.items()}
     shares = {name: rate / rates["copy"] for name, rate in rates.items() if name != "copy"}
-    text = f"a copy moves {rates['copy'] / 1e9:.1f} GB/s; the half-steps, over that: " + ", ".join(
-        f"{name} {share:.2f}" for name, share in shares.items()
-    )
     slow = [name for name, share in shares.items() if share < ENOUGH]
-    text += f"; below {ENOUGH}: {', '.join(slow) or 'none'}"
+    lines = [f"a copy moves {rates['copy'] / 1e9:.1f} GB/s; the half-steps, over that (* is below {ENOUGH}):"]
+    for state in ("float64", "exact"):
+        ours = {name: share for name, share in shares.items() if name.startswith(state)}
+        each = [f"{name.split()[1]} {share:.2f}{'*' * (name in slow)}" for name, share in ours.items()]
+        lines.append(f"  {state + ':':<9}{', '.join(each)}")
+    text = "\n".join(lines)
     return Finding(text, numbers={"bytes_per_second": rates, "below": slow})
 
 

@@ -14,6 +14,8 @@ from .._solver.options import Exact
 from .blocks import name_of
 
 DATA = "data.safetensors"
+KIND = "kind"
+"""Where the configuration has the name of the class."""
 NEEDED = "needs huggingface_hub and safetensors: pip install 'revdeq[hub]'"
 CARD = """\
 ---
@@ -86,7 +88,7 @@ class Model(
                 "choose another"
             )
         if config is None:
-            config = dict(getattr(self, "_hub_mixin_config", None) or {})
+            config = {**(getattr(self, "_hub_mixin_config", None) or {}), KIND: type(self).__name__}
             if self.trained is not None:
                 tensors = {"data": DATA} if "data" in self.trained else {}
                 config["trained"] = {**self.trained, **tensors}
@@ -106,8 +108,10 @@ class Model(
     @classmethod
     def _from_pretrained(cls, *, model_id: str, config: Any = None, strict: bool = True, **more: Any) -> Any:
         config = dict(config or {})
-        trained = config.pop("trained", None)
-        more = {key: value for key, value in more.items() if key not in ("config", "trained")}
+        trained, kind = config.pop("trained", None), config.pop(KIND, cls.__name__)
+        if kind not in [each.__name__ for each in cls.__mro__]:
+            raise ValueError(f"{model_id} holds a {kind}, not a {cls.__name__}: use {kind}.from_pretrained")
+        more = {key: value for key, value in more.items() if key not in ("config", "trained", KIND)}
         if isinstance(more.get("state"), dict):
             more["state"] = Exact(**more["state"])
         with contextlib.redirect_stdout(sys.stderr):  # the mixin says where it looks

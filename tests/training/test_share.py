@@ -244,6 +244,16 @@ def test_a_block_of_ones_own_is_named_and_not_shared(tmp_path):
     assert torch.equal(found(x), model.eval()(x))
 
 
+def test_a_model_of_another_kind_is_an_error(tmp_path):
+    class Mine(SingleScale):
+        pass
+
+    SingleScale(channels=4).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds a SingleScale, not a PuzzleModel: use SingleScale.from_pretrained"):
+        PuzzleModel.from_pretrained(tmp_path)
+    assert Mine.from_pretrained(tmp_path).classify is not None
+
+
 def test_weights_that_are_missing_are_an_error(tmp_path):
     from safetensors.torch import load_file, save_file
 
