@@ -1,5 +1,6 @@
 """Plots of a table of measurements, each for a light and for a dark page."""
 
+import math
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -127,7 +128,10 @@ def _lines(axis, series, benchmark, providers, quantity, factor=1.0):
         points = series.get((benchmark, provider, "float32", quantity), {})
         sizes = sorted(points)
         if sizes:
-            values = [max(points[n].p50 * factor, FLOOR) for n in sizes]  # a NaN is left out
+            values = [max(points[n].p50 * factor, FLOOR) for n in sizes]
+            for n in (n for n in sizes if math.isnan(points[n].p50)):
+                at, place = (n, 0.97), ("data", "axes fraction")
+                axis.annotate("NaN", at, xycoords=place, ha="center", va="top", color=COLORS[provider], fontsize=9)
             width = WIDTHS.get(provider, 1.2)
             label = {"reversible": "reversible, float64 state"}.get(provider, provider)
             axis.plot(sizes, values, "o-", color=COLORS[provider], label=label, linewidth=width, markersize=width + 2)
