@@ -50,6 +50,8 @@ class Implicit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, it: Iteration, outcome: Outcome, adjoint: Adjoint, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.it, ctx.adjoint, ctx.size = it, adjoint, len(outcome.z)
+        # Chosen here: a backward pass may run in a thread that does not see `with backend(...)`.
+        ctx.half_step = kernels.half_step_for(outcome.z[0].device, "float64")
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*outcome.z_copy, *inputs)
         return (*outcome.y_copy, *outcome.z_copy)
@@ -67,16 +69,16 @@ class Implicit(torch.autograd.Function):
         replay = Replay(it.f)
         with replay.running():
             linear = replay.linearise([x.clone() for x in z])
-            totals.add(linear.by_inputs(_solved(it, linear, seeds, ctx.adjoint)))
+            totals.add(linear.by_inputs(_solved(it, ctx.half_step, linear, seeds, ctx.adjoint)))
         input_grads = it.f.shards.deliver(inputs, totals.rounded())
         if it.monitor is not None:
             it.monitor.judge_convergence(ctx.adjoint.residual)
         return (None, None, None, *input_grads)
 
 
-def _solved(it: Iteration, linear: Linearisation, seeds: State, adjoint: Adjoint) -> State:
+def _solved(it: Iteration, half_step: Any, linear: Linearisation, seeds: State, adjoint: Adjoint) -> State:
     """u, by the same half-steps as forward, from g. Nothing is undone, so that its states are float64."""
-    half_step, step = kernels.half_step_for(seeds[0].device, "float64"), it.scheme.step
+    step = it.scheme.step
     y_copy, z_copy = [[g.clone() for g in seeds] for _ in range(2)]
     relax_y, relax_z = [
         [half_step(g.to(torch.float64, copy=True), c) for g, c in zip(seeds, copy, strict=True)]
