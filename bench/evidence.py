@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from turns import take_turns
+from turns import one_thread, take_turns
 
 from revdeq._device import peak_memory
 from revdeq.models import PuzzleNet, ResNet, Transformer, count_parameters
@@ -52,7 +52,7 @@ HERE = Path(__file__).parent
 EDITION = 2
 """Raised when the same command gives other numbers than before: rows of another edition are stale."""
 ROW = (
-    "run", "edition", "study", "label", "lr", "seed", "updates", "parameters", "metric", "validation", "test",
+    "run", "edition", "study", "label", "lr", "seed", "updates", "parameters", "metric", "validation", "choice", "test",
     "best_validation", "loss", "evaluations", "residual", "seconds", "torch", "machine", "command",
 )  # fmt: skip
 CURVE = ("run", "update", "loss", "evaluation_loss", "metric", "seconds")
@@ -67,7 +67,8 @@ class Study(NamedTuple):
 
     variants: labels, each with the settings that make it.
     rates: learning rates to choose from, the first of those that are equally good; none: that of the preset. If the
-        smallest or the largest is the best, half of it or twice as much is tried, too.
+        smallest or the largest is the best, half of it or twice as much is tried, too. For puzzles it is the best on
+        larger ones than it was trained on, of the validation set: those of the training's size are solved at any rate.
     seeds: at most so many.
     clock: the variant whose training all others get the time of, with --equal-time.
     size, sizes, depths: of puzzles, the setting for their size, and the sizes and numbers of steps to evaluate at.
@@ -133,9 +134,11 @@ def puzzle_variants(name):
         channels = PuzzleNet.sized(parameters, depth=2 * middle, **shapes).classify[0].in_features
     yield f"reversible, N = {fewest} to {most}", {}
     yield f"reversible, N = {middle}", {"max_steps": middle}
+    yield f"the implicit gradient, N = {middle}", {"max_steps": middle, "gradient": "implicit"}
     yield f"the last three steps' gradient, N = {middle}", {"max_steps": middle, "backward_steps": 3}
     yield f"the last step's gradient, N = {middle}", {"max_steps": middle, "backward_steps": 1}
     yield "classical (torchdeq, IFT)", {"solver": "torchdeq"}
+    yield "classical (torchdeq, IFT), 40 evaluations", {"solver": "torchdeq", "evaluations": 40}
     explicit = {"model": "puzzle-net", "depth": 2 * middle}
     yield f"explicit, {2 * middle} blocks, the same parameters", {**explicit, "channels": channels}
     yield f"explicit, {2 * middle} blocks, the same compute", explicit
@@ -151,8 +154,9 @@ def prefix_variants():
 def maze_variants():
     (label, _), *others = puzzle_variants("maze-tiny")
     yield label, {}
-    yield f"{label}, random paths in training", {"longest_of": 1}
     yield from others
+    for name, changes in [(label, {}), *(other for other in others if "backward_steps" in other[1])]:
+        yield f"{name}, random paths in training", {**changes, "longest_of": 1}
 
 
 STUDIES = {
@@ -265,12 +269,12 @@ def equal_time(name, speeds):
 
 
 def search(task, rates, rows):
-    """The best learning rate by the validation of seed 0, None if it is not known yet; and those to be tried."""
+    """The learning rate that is the best at seed 0, None if it is not known yet; and those to be tried."""
     scores = {}
     for row in rows:
         lr = float(row["lr"])
         if task._replace(lr=lr, seed=0).key.items() <= row.items():
-            scores[lr] = float(row["validation"]) * (-1 if row["metric"] == "perplexity" else 1)
+            scores[lr] = float(row["choice"]) * (-1 if row["metric"] == "perplexity" else 1)
     while all(lr in scores for lr in rates):
         best = max(rates, key=scores.get)
         if len(rates) == 1 or min(rates) < best < max(rates):
@@ -301,6 +305,18 @@ def measured(task, threads, folder, out):
     preset, data, model, _, last = train.restored(out / "last.pt", folder)
     test = train.evaluate(model, data, "test", dataclasses.replace(preset.training, evaluation_batches=None))
     final = last["rows"][-1]
+    explicit = test.evaluations is None
+    depths = (None,) if explicit else study.depths
+
+    def solved(size, depth, split):
+        changes = {study.size: size, "batch": 50, "evaluation_batches": PROBED // 50}
+        if "evaluations" in task.changes:
+            changes["evaluations"] = 2 * depth
+        elif depth:
+            changes["max_steps"] = depth
+        trained = train.restored(out / "last.pt", folder, changes)
+        return train.evaluate(trained.model, trained.dataset, split, trained.preset.training).metric
+
     row = {
         "run": f"{task.name} {int(time.time())}",
         "edition": EDITION,
@@ -308,10 +324,11 @@ def measured(task, threads, folder, out):
         "parameters": count_parameters(model),
         "metric": data.metric.name,
         "validation": final["metric"],
+        "choice": solved(study.sizes[-2], depths[-1], data.validation) if study.sizes else final["metric"],
         "test": test.metric,
         "best_validation": last["best"],
         "loss": final["loss"],
-        "evaluations": "" if test.evaluations is None else test.evaluations,
+        "evaluations": "" if explicit else test.evaluations,
         "residual": "" if test.residual is None else test.residual,
         "seconds": last["seconds"],
         "torch": torch.__version__,
@@ -319,13 +336,10 @@ def measured(task, threads, folder, out):
         "command": task.written,
     }
     curve = [{"run": row["run"], **{key: made[key] for key in CURVE[1:]}} for made in last["rows"]]
-    depths = study.depths if row["evaluations"] != "" else (None,)
-    probes = []
-    for size, depth in itertools.product(study.sizes, depths):
-        changes = {study.size: size, "batch": 50, "evaluation_batches": PROBED // 50}
-        trained = train.restored(out / "last.pt", folder, {**changes, **({"max_steps": depth} if depth else {})})
-        score = train.evaluate(trained.model, trained.dataset, "test", trained.preset.training)
-        probes.append({"run": row["run"], "size": size, "max_steps": depth or "", "solved": score.metric})
+    probes = [
+        {"run": row["run"], "size": size, "max_steps": depth or "", "solved": solved(size, depth, "test")}
+        for size, depth in itertools.product(study.sizes, depths)
+    ]
     return row, curve, probes
 
 
@@ -352,8 +366,9 @@ def memory(name):
 
 
 def speeds(name, folder, rounds=12):
-    """Seconds of an update of each variant: the fastest, in turns, because other programs run beside it."""
-    study, updates = STUDIES[name], {}
+    """Seconds of an update of each variant by one processor, the fastest: programs that run beside it, and threads that
+    wait for each other, would favour the one or the other."""
+    study, updates, clock = STUDIES[name], {}, one_thread()
     for label, changes in variants(name):
         model, loss = prepared(PRESETS[study.preset].changed({**study.settings, **changes}), folder)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -364,7 +379,7 @@ def speeds(name, folder, rounds=12):
             optimizer.step()
 
         updates[label] = update
-    times = take_turns(updates, budget=0, rounds=(rounds, rounds))
+    times = take_turns(updates, budget=0, rounds=(rounds, rounds), clock=clock)
     return [{"study": name, "label": label, "seconds": f"{min(each):.4g}"} for label, each in times.items()]
 
 

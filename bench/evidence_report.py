@@ -57,9 +57,11 @@ def chosen(rows):
     for key, group in groups.items():
         order = [str(lr) for lr in STUDIES[group[0]["study"]].rates]
         first = [row for row in group if row["seed"] == "0"]
+        if not first:
+            continue
         first.sort(key=lambda row, order=order: order.index(row["lr"]) if row["lr"] in order else len(order))
         sign = -1 if group[0]["metric"] == "perplexity" else 1
-        best = max(first, key=lambda row: sign * float(row["validation"]))["lr"]  # the first of equals
+        best = max(first, key=lambda row: sign * float(row["choice"]))["lr"]  # the first of equals
         yield key, [row for row in group if row["lr"] == best], len({row["lr"] for row in first})
 
 
@@ -168,6 +170,7 @@ def sized(study, size):
 def puzzle_lines(name, rows, probes, memory):
     study = STUDIES[name]
     yield "Solved puzzles of each size by the number of steps: the mean over seeds, and where they differ, the range."
+    yield f"The learning rate is the best for {sized(study, study.sizes[-2])} of the validation set."
     yield ""
     yield f"| | seeds | lr | parameters | size | {' | '.join(f'N = {depth}' for depth in study.depths)} |"
     yield "|---" * (5 + len(study.depths)) + "|"
@@ -197,6 +200,7 @@ def puzzle_lines(name, rows, probes, memory):
 
 def rate_lines(study, rows, probes):
     """The larger puzzles at every learning rate: a variant is not behind because it was given the wrong one."""
+    rows = [row for row in rows if int(row["updates"]) == study.updates]
     sizes, depth = study.sizes[-2:], study.depths[-1]
     rates = sorted({*study.rates, *(float(row["lr"]) for row in rows)})
     yield (

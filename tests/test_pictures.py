@@ -65,7 +65,13 @@ def trained(study, seeds, lengths):
         lr = str((*evidence.STUDIES[study].rates, 0.01)[0])
         row = dict.fromkeys(evidence.ROW, "1") | {"run": run, "label": label, "lr": lr, "seed": str(seed)}
         explicit = label.startswith("explicit")
-        row |= {"study": study, "updates": str(updates), "metric": "accuracy", "validation": str(score)}
+        row |= {
+            "study": study,
+            "updates": str(updates),
+            "metric": "accuracy",
+            "validation": str(score),
+            "choice": str(score),
+        }
         rows.append(row | {"evaluations": "" if explicit else "8"})
         curves += [
             {"run": run, "update": str(update), "loss": str(0.1 * i + 5 * math.exp(-update / 300) + 1)}

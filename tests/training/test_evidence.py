@@ -17,7 +17,7 @@ def done(tasks, validation=None):
         metric = str(validation(task) if validation else 0.5)
         row = dict.fromkeys(evidence.ROW, "1")
         row |= {**task.key, "run": f"{task.name} {i}", "edition": str(evidence.EDITION), "command": task.written}
-        rows.append({**row, "metric": "accuracy", "validation": metric, "test": metric})
+        rows.append({**row, "metric": "accuracy", "validation": metric, "choice": metric, "test": metric})
         for update in (task.updates // 2, task.updates):
             curve = dict.fromkeys(evidence.CURVE, "1.0")
             curves.append({**curve, "run": row["run"], "update": str(update), "metric": metric})
