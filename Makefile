@@ -1,5 +1,7 @@
-# Each target sets up what it needs in .venv, once. All it takes is python3 with venv; a C compiler is used if there is one.
+# Each target sets up what it needs in .venv, once. All it takes is python3 with venv; a C compiler is used if there is one,
+# and GPUs need it. VENV_FLAGS=--system-site-packages CONSTRAINTS=/dev/null uses the torch that is there.
 PYTHON ?= python3
+CONSTRAINTS ?= .ci/constraints.txt
 BIN := .venv/bin
 
 .PHONY: test demo bench gpu lint docs mutants dist clean
@@ -41,8 +43,8 @@ dist: .venv/installed
 
 .venv/installed: setup.py pyproject.toml .ci/constraints.txt kernels/common.h kernels/cpu.c kernels/cpu_exact.c
 	@echo "Setting up .venv (torch is large: this takes a minute or two) ..."
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[demo,train,hub,tensorboard,test,torchdeq,lint]'
+	$(PYTHON) -m venv $(VENV_FLAGS) .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,train,hub,tensorboard,test,torchdeq,lint]'
 	touch $@
 
 clean:

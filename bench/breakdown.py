@@ -22,6 +22,7 @@ from tqdm import tqdm
 from turns import keep_freed_memory, take_turns
 
 import revdeq
+from revdeq._device import synchronize
 from revdeq._solver import replay
 from revdeq._solver.adjoint import Totals
 from revdeq.kernels import half_step_for
@@ -81,8 +82,7 @@ class Clock:
 
 
 def wait():
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(DEVICE)
 
 
 def one_step(f, x, seed, n):

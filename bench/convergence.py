@@ -20,7 +20,7 @@ import time
 import warnings
 
 import torch
-from step import problem
+from step import DEVICE, problem
 from table import options
 from torchdeq import get_deq
 from torchdeq.solver import get_solver, register_solver
@@ -220,7 +220,7 @@ def measure_residuals(given, block, add, quick, clock):
     for (name, label), k in needed.items():
         add(f"residual {label}, {block}", name, k, "seconds", times[name, label])
         if not quick:
-            add(f"residual {label}, {block}", name, k, "bytes", [peak_memory(runs[name, label])])
+            add(f"residual {label}, {block}", name, k, "bytes", [peak_memory(runs[name, label], DEVICE)])
     print(f"\n{block}: tuned {given.pair}, Anderson {given.anderson}")
     print(f"  {'':24}" + "".join(f"{f'evaluations, ms to {label}':>28}" for label in TARGETS))
     for name in solvers:
@@ -247,7 +247,7 @@ def measure_gradients(given, block, add, quick, clock):
     memory = {}
     for name, ks in (QUICK if quick else PROVIDERS).items():
         k = next((k for k in ks if k >= MEMORY_AT), ks[-1])
-        memory[name] = peak_memory(runs[name, k])
+        memory[name] = peak_memory(runs[name, k], DEVICE)
         add(f"gradient, {block}", name, k, "bytes", [memory[name]])
     print(f"\n  {'':26}{'evaluations':>12}{'time':>12}{'distance':>12}{'memory':>12}")
     for name, k in cases:

@@ -9,7 +9,7 @@ import multiprocessing
 import time
 
 import torch
-from step import PRELOADED, SHAPES, SOLVERS, gradient, problem, reversible
+from step import DEVICE, PRELOADED, SHAPES, SOLVERS, gradient, problem, reversible
 from table import options
 from tqdm import tqdm
 from turns import one_thread, ratio, take_turns
@@ -35,7 +35,7 @@ def peak(provider, block):
     """Run in a fresh process."""
     torch.set_num_threads(1)
     f, x, seed = problem(block)
-    return peak_memory(lambda: gradient(solver(provider), f, x, N, seed))
+    return peak_memory(lambda: gradient(solver(provider), f, x, N, seed), DEVICE)
 
 
 def main():

@@ -8,6 +8,7 @@ without a GPU as well, and says so.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -52,7 +53,11 @@ def run(command, limit, log):
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGINT)  # benchmarks then save what they have
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return f"stopped after {limit} s"
     return "passed" if code == 0 else f"failed with code {code}"
@@ -73,6 +78,10 @@ def main():
     arguments = parser.parse_args()
     name, is_gpu = device()
     print(f"{name}" + ("" if is_gpu else ": NO GPU was found, this is a rehearsal"), flush=True)
+    if not is_gpu and any(map(shutil.which, ("nvidia-smi", "rocm-smi", "xpu-smi"))):
+        print(
+            "This torch cannot use the GPU that seems to be here: docs/gpu.md says how to use another one.", flush=True
+        )
     title = re.sub(r"[^a-z0-9]+", "-", f"revdeq {name} {time.strftime('%Y%m%d %H%M%S')}".lower()).strip("-")
     out = arguments.out / title
     out.mkdir(parents=True)

@@ -24,6 +24,9 @@ def take_turns(
 ) -> dict[Name, list[float]]:
     """Seconds per call of each, round by round. A turn takes at least `least` seconds, and there are as many rounds
     as `budget` seconds allow, within their limits. What takes longer than that needs no warm-up."""
+    if DEVICE.type != "cpu":  # where the first call may compile
+        for run in providers.values():
+            run()
     once = {name: _seconds(run, clock) for name, run in providers.items()}
     for name, run in providers.items():
         if once[name] < 100 * least:  # the first call was a warm-up

@@ -13,6 +13,7 @@ Coefficients are arguments, so that no value of theirs is compiled for. They tra
 Python float would arrive as float32.
 """
 
+import functools
 import struct
 
 import torch
@@ -511,6 +512,18 @@ def _warp_size(device: torch.device) -> int:
 def divides_by_reciprocal(device: torch.device) -> bool:
     """Where kernels are compiled to PTX."""
     return device.type == "cuda" and torch.version.hip is None
+
+
+@functools.cache
+def driver_trouble(kind: str) -> str:
+    """Why Triton cannot launch on a GPU of this kind, if so: the first time, it builds its own driver."""
+    if not getattr(torch, kind).is_available():
+        return ""
+    try:
+        triton.runtime.driver.active.utils  # noqa: B018
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return ""
 
 
 def runs_on(device: torch.device) -> bool:

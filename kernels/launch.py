@@ -177,6 +177,7 @@ def _is_watched(kernel: Any) -> bool:
         or getattr(after, "calls", after)
         or knobs.debug
         or knobs.add_stages_inspection_hook
+        or triton.knobs.compilation.instrumentation_mode
         or kernel.pre_run_hooks
     )
 

@@ -43,7 +43,8 @@ def relax_norms(state: Tensor, f: Tensor, read: Tensor | None, copy: Tensor, ste
 
 
 def previous(state: Tensor, f: Tensor, read: Tensor, step: Coefficients) -> Tensor:
-    return (state - _moved_by(f, read, step)) / step.a
+    a = state.new_full((), step.a)  # by a plain number, torch does not divide on GPUs: it multiplies by the reciprocal
+    return (state - _moved_by(f, read, step)) / a
 
 
 def invert(state: Tensor, f: Tensor, copy: Tensor, step: Coefficients) -> None:

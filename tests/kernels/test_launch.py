@@ -292,7 +292,10 @@ def test_who_is_asked_before_a_launch_or_debugs_gets_tritons(monkeypatch, by_tri
     monkeypatch.setattr(gpu._relax_kernel, "pre_run_hooks", [])
     monkeypatch.setattr(triton.knobs.runtime, "debug", True)
     half.relax(f, None, STEP)
-    assert len(by_triton) == 3
+    monkeypatch.setattr(triton.knobs.runtime, "debug", False)
+    monkeypatch.setattr(triton.knobs.compilation, "instrumentation_mode", "consan")
+    half.relax(f, None, STEP)
+    assert len(by_triton) == 4
 
 
 def test_where_it_is_not_known_what_triton_asks_triton_launches(monkeypatch):

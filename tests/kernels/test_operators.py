@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import revdeq
 from revdeq import kernels
@@ -167,6 +168,35 @@ def test_the_folder_is_no_package_of_its_own():
     spec = importlib.util.spec_from_file_location("kernels", kernels.__file__)
     with pytest.raises(ImportError, match="import revdeq.kernels"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_without_tritons_own_driver_the_reference_runs_on_a_gpu(monkeypatch):
+    """Triton builds it with a C compiler, when it is first used; without a GPU that fails, too."""
+    gpu = pytest.importorskip("revdeq.kernels.gpu", reason="needs Triton")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    gpu.driver_trouble.cache_clear()
+    try:
+        trouble = backends.TRITON.trouble_on(torch.device("cuda"))
+        assert "Triton cannot build its driver (" in trouble.why and "python3-dev" in trouble.remedy
+        assert backends.backend_for(torch.device("cuda")) is backends.REFERENCE
+    finally:
+        gpu.driver_trouble.cache_clear()
+
+
+def test_the_reference_divides_on_every_device():
+    """On GPUs torch does not divide by a number: it multiplies by its reciprocal, rounded."""
+    divisors = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket is torch.ops.aten.div:
+                divisors.append(args[1])
+            return function(*args, **(kwargs or {}))
+
+    state, f = torch.randn(8, dtype=torch.float64), torch.randn(8)
+    with Watching():
+        reference.invert(state, f, torch.empty(8), Coefficients.rounded(0.8))
+    assert len(divisors) == 1 and isinstance(divisors[0], torch.Tensor) and divisors[0].device == state.device
 
 
 def test_without_the_c_kernel_one_line_says_so(monkeypatch):
