@@ -252,7 +252,7 @@ def drawn(name, ours, curves, probes, speeds=()):
     for axes in (left, right):
         axes.grid(alpha=0.3)
         if axes in legends:  # below the panel, where it covers nothing
-            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False, fontsize=8)
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, frameon=False, fontsize=8)
     return figure, said
 
 
@@ -301,7 +301,7 @@ def plot_solved(left, right, study, groups, probes):
             study.depths,
             [statistics.mean(solved(group, probes, size, depth)) for depth in study.depths],
             "--" if group[0]["evaluations"] == "" else f"{MARKERS[i % len(MARKERS)]}-",
-            label=label,
+            label=textwrap.fill(label, 42),
             color=colour,
         )
     right.set(title=f"{sized(study, size)}, all variants")
