@@ -9,12 +9,10 @@ import multiprocessing
 import time
 
 import torch
-from step import DEVICE, PRELOADED, SHAPES, SOLVERS, gradient, problem, reversible
+from step import PRELOADED, SHAPES, SOLVERS, gradient, peak_of, problem, reversible
 from table import options
 from tqdm import tqdm
 from turns import one_thread, ratio, take_turns
-
-from revdeq._device import peak_memory
 
 N = 8
 KEPT = (0, 2, 4, 8, 12, 16)
@@ -34,8 +32,7 @@ def solver(provider):
 def peak(provider, block):
     """Run in a fresh process."""
     torch.set_num_threads(1)
-    f, x, seed = problem(block)
-    return peak_memory(lambda: gradient(solver(provider), f, x, N, seed), DEVICE)
+    return peak_of(solver(provider), block, N)
 
 
 def main():

@@ -268,13 +268,18 @@ def equal_time(name, speeds):
     return {(name, label): round(study.updates * seconds[study.clock] / each) for label, each in seconds.items()}
 
 
+def goodness(row):
+    """By which learning rates are chosen."""
+    return float(row["choice"]) * (-1 if row["metric"] == "perplexity" else 1)
+
+
 def search(task, rates, rows):
     """The learning rate that is the best at seed 0, None if it is not known yet; and those to be tried."""
     scores = {}
     for row in rows:
         lr = float(row["lr"])
         if task._replace(lr=lr, seed=0).key.items() <= row.items():
-            scores[lr] = float(row["choice"]) * (-1 if row["metric"] == "perplexity" else 1)
+            scores[lr] = goodness(row)
     while all(lr in scores for lr in rates):
         best = max(rates, key=scores.get)
         if len(rates) == 1 or min(rates) < best < max(rates):

@@ -5,7 +5,7 @@ import json
 import statistics
 import textwrap
 
-from evidence import EDITION, STUDIES, Task, equal_time, table, variants
+from evidence import EDITION, STUDIES, Task, equal_time, goodness, table, variants
 
 COLOURS = [f"C{i}" for i in range(10)] + ["black", "gold", "navy", "lime", "magenta", "teal"]
 MARKERS = "os^vDP*X"
@@ -60,8 +60,7 @@ def chosen(rows):
         if not first:
             continue
         first.sort(key=lambda row, order=order: order.index(row["lr"]) if row["lr"] in order else len(order))
-        sign = -1 if group[0]["metric"] == "perplexity" else 1
-        best = max(first, key=lambda row: sign * float(row["choice"]))["lr"]  # the first of equals
+        best = max(first, key=goodness)["lr"]  # the first of equals
         yield key, [row for row in group if row["lr"] == best], len({row["lr"] for row in first})
 
 

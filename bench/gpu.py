@@ -27,6 +27,10 @@ ON_THE_GPU = ["tests/kernels/test_kernels.py", "tests/kernels/test_operators.py"
 """Tests that use a GPU where there is one. The others would tell nothing new."""
 
 
+TOOLS = {"nvidia-smi": ["-q"], "rocm-smi": ["--showallinfo"], "xpu-smi": ["discovery"]}
+"""The vendors' own, each with what makes it tell all it knows."""
+
+
 def parts(quick, out):
     """By name, what to run, and for how many seconds at most."""
     bench = [sys.executable, str(ROOT / "bench/run.py"), "--out", str(out / "bench"), *["--quick"] * quick]
@@ -38,7 +42,7 @@ def parts(quick, out):
         "bench": (bench, 900),
         "tests": ([*PYTEST, *ON_THE_GPU], 600),
     }
-    for name, arguments in (("nvidia-smi", ["-q"]), ("rocm-smi", ["--showallinfo"]), ("xpu-smi", ["discovery"])):
+    for name, arguments in TOOLS.items():
         if program := shutil.which(name):
             chosen[name] = ([program, *arguments], 60)
     if quick:
@@ -78,7 +82,7 @@ def main():
     arguments = parser.parse_args()
     name, is_gpu = device()
     print(f"{name}" + ("" if is_gpu else ": NO GPU was found, this is a rehearsal"), flush=True)
-    if not is_gpu and any(map(shutil.which, ("nvidia-smi", "rocm-smi", "xpu-smi"))):
+    if not is_gpu and any(map(shutil.which, TOOLS)):
         print(
             "This torch cannot use the GPU that seems to be here: docs/gpu.md says how to use another one.", flush=True
         )

@@ -200,10 +200,14 @@ def reversal_error(solver, block, n, gradients):
 def peak(family, provider, block, n):
     """Run in a fresh process."""
     warnings.simplefilter("ignore", revdeq.ReconstructionWarning)
+    return peak_of(FAMILIES[family][provider], block, n)
+
+
+def peak_of(solver, block, n):
     f, x, seed = problem(block)
 
     def run():
-        return gradient(FAMILIES[family][provider], f, x, n, seed)
+        return gradient(solver, f, x, n, seed)
 
     if DEVICE.type != "cpu":
         run()  # libraries take workspaces from torch's memory, once
