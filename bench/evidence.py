@@ -86,6 +86,9 @@ class Study(NamedTuple):
     depths: tuple[int, ...] = ()
 
 
+TUNED = "beta and gamma tuned anew every 100 updates"
+
+
 def language_variants():
     shape = {"vocabulary": 4097, **{k: PRESETS["wikitext2-tiny"].settings[k] for k in ("d", "heads", "length")}}
     with torch.device("meta"):
@@ -101,6 +104,7 @@ def language_variants():
             f"transformer, {depth} layer{'s' * (depth > 1)}",
             {"model": "transformer", "depth": depth, "hidden": hidden},
         )
+    yield f"reversible, 8 evaluations, {TUNED}", {"max_steps": 4, "tune_every": 100}
 
 
 def image_variants():
@@ -114,12 +118,15 @@ def image_variants():
     yield "ResNet, the same channels", {"model": "resnet", "depth": 2}
     channels = [resnet.encode.out_channels, *(block.conv2.out_channels for block in resnet.blocks[1:])]
     yield "ResNet, one block per scale", {"model": "resnet", "channels": tuple(channels), "depth": 1}
+    yield f"reversible, 5 evaluations per scale, {TUNED}", {"max_steps": (1, 4, 4, 1), "tune_every": 100}
 
 
 def state_variants():
     yield "float64 state", {}
     yield "exact state", {"state": "exact"}
     yield "stored graph", {"solver": "stored"}
+    # What differences of the size of rounding grow to by themselves.
+    yield "stored graph, weight decay 0.1 % larger", {"solver": "stored", "weight_decay": 1.001e-4}
 
 
 def puzzle_variants(name):
@@ -375,6 +382,8 @@ def speeds(name, folder, rounds=12):
     wait for each other, would favour the one or the other."""
     study, updates, clock = STUDIES[name], {}, one_thread()
     for label, changes in variants(name):
+        if "tune_every" in changes:
+            continue  # its updates do not all take the same time
         model, loss = prepared(PRESETS[study.preset].changed({**study.settings, **changes}), folder)
         optimizer = torch.optim.AdamW(model.parameters())
 

@@ -6,9 +6,9 @@ import statistics
 import textwrap
 
 from evidence import EDITION, STUDIES, Task, equal_time, goodness, table, variants
+from matplotlib.figure import Figure
 
-COLOURS = [f"C{i}" for i in range(10)] + ["black", "gold", "navy", "lime", "magenta", "teal"]
-MARKERS = "os^vDP*X"
+SEEDS = "the mean over seeds, and where they differ, the range"
 MADE = "<!-- From here on made of runs.csv by python bench/evidence.py --report -->"
 
 
@@ -43,6 +43,14 @@ def problems(rows, curves, probes):
     for name in {made["run"] for made in [*curves, *probes]} - names:
         found.append(f"{name} has no row: its curve or its probes are left over")
     return found
+
+
+def table_of(*heads):
+    return [line(*heads), "|---" * len(heads) + "|"]
+
+
+def line(*cells):
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def spread(values):
@@ -93,9 +101,9 @@ def report(results, runs=None):
             continue
         lines += [f"## {name}", ""]
         lines += puzzle_lines(name, ours, probes, memory) if study.sizes else score_lines(name, ours, speeds)
-        lines += [f"![{name}]({name}.png)", "", "```"]
-        lines += [row["command"] for _, group, _ in chosen(ours) for row in group if row["seed"] == "0"]
-        lines += ["```", ""]
+        lines += [f"![{name}]({name}.png)", ""]
+        commands = [row["command"] for _, group, _ in chosen(ours) for row in group if row["seed"] == "0"]
+        lines += folded("The commands", ["```", *commands, "```"])
         figure, said = drawn(name, ours, curves, probes, speeds)
         figure.savefig(results / f"{name}.png", dpi=120)
         lines += said
@@ -105,6 +113,11 @@ def report(results, runs=None):
     written = page.read_text(encoding="utf-8").partition(MADE)[0] if page.exists() else ""
     page.write_text(written + "\n".join(lines).rstrip() + "\n", encoding="utf-8")
     print("\n".join(lines))
+
+
+def folded(title, lines):
+    """A part of the page that is shown when its title is clicked."""
+    return ["<details>", f"<summary>{title}</summary>", "", *lines, "", "</details>", ""]
 
 
 def by_budget(name, ours, speeds):
@@ -140,14 +153,19 @@ def rate(group, tried, wanted):
 
 def score_table(ours, wanted):
     metric = ours[0]["metric"]
-    yield f"| | updates | seeds | lr | parameters | evaluations | {metric}, validation | {metric}, test |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield from table_of(
+        "", "updates", "seeds", "lr", "parameters", "evaluations", f"{metric}, validation", f"{metric}, test"
+    )
     for (label, updates), group, tried in chosen(ours):
-        numbers = {key: [float(row[key]) for row in group] for key in ("validation", "test")}
         evaluations = {f"{float(row['evaluations']):.3g}" if row["evaluations"] else "" for row in group}
-        yield (
-            f"| {label} | {updates} | {len(group)} | {rate(group, tried, wanted)} | {int(group[0]['parameters']):,} | "
-            f"{', '.join(evaluations)} | {spread(numbers['validation'])} | {spread(numbers['test'])} |"
+        yield line(
+            label,
+            updates,
+            len(group),
+            rate(group, tried, wanted),
+            f"{int(group[0]['parameters']):,}",
+            ", ".join(evaluations),
+            *(spread([float(row[key]) for row in group]) for key in ("validation", "test")),
         )
     yield ""
 
@@ -162,39 +180,52 @@ def solved(group, probes, size, depth):
     ]
 
 
+def shares(group, probes, size, depth):
+    values = solved(group, probes, size, depth)
+    low, high = min(values), max(values)
+    return f"{statistics.mean(values):.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
+
+
 def sized(study, size):
     return f"{size} x {size} cells" if study.size == "cells" else f"{size} {study.size}"
 
 
 def puzzle_lines(name, rows, probes, memory):
-    study = STUDIES[name]
-    yield "Solved puzzles of each size by the number of steps: the mean over seeds, and where they differ, the range."
-    yield f"The learning rate is the best for {sized(study, study.sizes[-2])} of the validation set."
+    """Every size and number of steps of the first variant, which is the study's subject, with the memory that it takes;
+    all variants at the largest number of steps; and, folded, everything."""
+    study, groups = STUDIES[name], list(chosen(rows))
+    (label, _), group, _ = groups[0]
+    yield f"**{label}**: solved puzzles of each size by the number of steps, {SEEDS}."
     yield ""
-    yield f"| | seeds | lr | parameters | size | {' | '.join(f'N = {depth}' for depth in study.depths)} |"
-    yield "|---" * (5 + len(study.depths)) + "|"
-    for (label, _), group, tried in chosen(rows):
-        for size in study.sizes:
-            cells = []
-            for depth in study.depths:
-                values = solved(group, probes, size, depth)
-                low, high = min(values), max(values)
-                cells.append(f"{statistics.mean(values):.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else ""))
-            begin = (
-                f"| {label} | {len(group)} | {rate(group, tried, len(study.rates))} | {int(group[0]['parameters']):,}"
-            )
-            begin += f" | {sized(study, size)}"
-            yield f"{begin} | {' | '.join(cells)} |"
-    for solver in ("reversible", "stored"):
-        ours = {
-            row["max_steps"]: int(row["bytes"]) for row in memory if (row["study"], row["solver"]) == (name, solver)
+    yield from table_of("", *(f"N = {depth}" for depth in study.depths))
+    for size in study.sizes:
+        yield line(sized(study, size), *(shares(group, probes, size, depth) for depth in study.depths))
+    for solver, words in (("reversible", "the reversible solver"), ("stored", "a stored graph")):
+        taken = {
+            row["max_steps"]: int(row["bytes"]) for row in memory if row["study"] == name and row["solver"] == solver
         }
-        if ours:
-            what = "the reversible solver" if solver == "reversible" else "a stored graph"
-            cells = [f"{ours[str(depth)] / 2**20:.1f} MiB" for depth in study.depths]
-            yield f"| memory of an update by {what} | | | | {sized(study, study.sizes[0])} | {' | '.join(cells)} |"
+        if taken:
+            cells = (f"{taken[str(depth)] / 2**20:.1f} MiB" for depth in study.depths)
+            yield line(f"memory of an update by {words}, {sized(study, study.sizes[0])}", *cells)
     yield ""
-    yield from rate_lines(study, rows, probes)
+    depth = study.depths[-1]
+    yield f"**All variants**: solved puzzles of each size with N = {depth}, {SEEDS}. The learning rate is the best for"
+    yield f"{sized(study, study.sizes[-2])} of the validation set."
+    yield ""
+    yield from table_of("", "seeds", "lr", "parameters", *(sized(study, size) for size in study.sizes))
+    for (label, _), group, tried in groups:
+        words = label, len(group), rate(group, tried, len(study.rates)), f"{int(group[0]['parameters']):,}"
+        yield line(*words, *(shares(group, probes, size, depth) for size in study.sizes))
+    yield ""
+    yield from folded("All variants at every number of steps", every_line(study, groups, probes))
+    yield from folded("All variants at every learning rate", rate_lines(study, rows, probes))
+
+
+def every_line(study, groups, probes):
+    yield from table_of("", "size", *(f"N = {depth}" for depth in study.depths))
+    for (label, _), group, _ in groups:
+        for size in study.sizes:
+            yield line(label, sized(study, size), *(shares(group, probes, size, depth) for depth in study.depths))
 
 
 def rate_lines(study, rows, probes):
@@ -202,114 +233,102 @@ def rate_lines(study, rows, probes):
     rows = [row for row in rows if int(row["updates"]) == study.updates]
     sizes, depth = study.sizes[-2:], study.depths[-1]
     rates = sorted({*study.rates, *(float(row["lr"]) for row in rows)})
-    yield (
-        f"By learning rate: solved puzzles of {' and of '.join(sized(study, size) for size in sizes)} "
-        f"with N = {depth}, seed 0."
-    )
+    yield f"Solved puzzles of {' and of '.join(sized(study, size) for size in sizes)} with N = {depth}, seed 0."
     yield ""
-    yield f"| | {' | '.join(f'lr {lr:g}' for lr in rates)} |"
-    yield "|---" * (1 + len(rates)) + "|"
+    yield from table_of("", *(f"lr {lr:g}" for lr in rates))
     for label in dict.fromkeys(row["label"] for row in rows):
         cells = []
         for lr in rates:
             run = [row for row in rows if (row["label"], row["lr"], row["seed"]) == (label, str(lr), "0")]
-            shares = [solved(run, probes, size, depth) for size in sizes]
+            found = [solved(run, probes, size, depth) for size in sizes]
             cells.append(
-                " and ".join(f"{share:.2f}" for (share,) in shares) if run else "to come" if lr in study.rates else ""
+                " and ".join(f"{share:.2f}" for (share,) in found) if run else "to come" if lr in study.rates else ""
             )
-        yield f"| {label} | {' | '.join(cells)} |"
-    yield ""
+        yield line(label, *cells)
 
 
 def drawn(name, ours, curves, probes, speeds=()):
     """The figure of a study, and what there is to say about it."""
-    from matplotlib.figure import Figure
-
     study = STUDIES[name]
-    same_updates, same_time, _ = by_budget(name, ours, speeds)
-    ours = same_updates or ours
-    groups = list(chosen(ours))
-    figure = Figure(figsize=(12, max(4.6, 1 + 0.35 * len(groups))), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    said, legends = [], (left, right)
     if study.sizes:
-        plot_solved(left, right, study, groups, probes)
-    elif name == "states":
-        plot_losses(left, groups, curves)
-        said = differences(right, ours, curves)
-    elif same_time:
-        plot_scores(left, groups)
-        left.set_title(f"{study.updates} updates each", fontsize=10)
-        plot_scores(right, list(chosen(same_time)))
-        right.set_title("the same time each", fontsize=10)
-        legends = ()
-    else:
-        plot_losses(left, groups, curves)
-        plot_scores(right, groups)
-        left.set_title("colours as on the right", fontsize=10)
-        legends = ()
+        return solved_figure(study, list(chosen(ours)), probes), []
+    if name == "states":
+        return states_figure(ours, curves)
+    return scores_figure(study, by_budget(name, ours, speeds)), []
+
+
+def states_figure(ours, curves):
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    plot_losses(left, list(chosen(ours)), curves)
+    said = differences(right, ours, curves)
     for axes in (left, right):
-        axes.grid(alpha=0.3)
-        if axes in legends:  # below the panel, where it covers nothing
-            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, frameon=False, fontsize=8)
+        axes.grid(alpha=0.3)  # and the legend below the panel, where it covers nothing
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, frameon=False, fontsize=8)
     return figure, said
 
 
-def named(groups):
-    """Each group with its label, which has the number of updates where that differs, and with a colour of its own."""
-    several = len({updates for (_, updates), *_ in groups}) > 1
-    for i, ((label, updates), group, _) in enumerate(groups):
-        yield f"{label}, {updates} updates" if several else label, group, COLOURS[i % len(COLOURS)]
-
-
 def plot_losses(axes, groups, curves):
-    for label, group, colour in named(groups):
+    for (label, _), group, _ in groups:
         first = next(row["run"] for row in group if row["seed"] == "0")
         curve = [row for row in curves if row["run"] == first]
         updates, losses = ([float(row[key]) for row in curve] for key in ("update", "loss"))
-        axes.plot(updates, losses, label=label, lw=1, color=colour)
+        axes.plot(updates, losses, label=label, lw=1)
     axes.set(xlabel="updates", ylabel="training loss, seed 0")
 
 
-def plot_scores(axes, groups):
-    labels = []
-    for i, (label, group, colour) in enumerate(named(groups)):
-        labels.append(textwrap.fill(label, 28))
-        axes.plot([float(row["validation"]) for row in group], [i] * len(group), "o", color=colour, alpha=0.7)
-    axes.set(yticks=range(len(groups)), xlabel=f"{groups[0][1][0]['metric']}, validation, each seed")
-    axes.set_yticklabels(labels, fontsize=8)
+def scores_figure(study, budgets):
+    """A panel for each budget, with the same variants below each other in all of them."""
+    titles = f"{study.updates} updates each", "the same time each", "longer trainings"
+    panels = [(title, list(chosen(rows))) for title, rows in zip(titles, budgets, strict=True) if rows]
+    labels = list(dict.fromkeys(label for _, groups in panels for (label, _), *_ in groups))
+    figure = Figure(figsize=(12, 1 + 0.45 * len(labels)), layout="constrained")
+    columns = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, groups) in zip(columns, panels, strict=True):
+        longest = {updates for (_, updates), *_ in groups}
+        for (label, _), group, _ in groups:
+            i = labels.index(label)
+            axes.plot([float(row["validation"]) for row in group], [i] * len(group), "o", color=f"C{i % 10}", alpha=0.7)
+        if title == titles[2] and len(longest) == 1:
+            title = f"{int(*longest):,} updates each"
+        axes.set(xlabel=f"{groups[0][1][0]['metric']}, validation, each seed")
+        axes.set_title(title, fontsize=10)
+        axes.margins(x=0.1)
+        axes.grid(alpha=0.3)
+    axes.set_yticks(range(len(labels)), [textwrap.fill(label, 34) for label in labels], fontsize=8)
     axes.invert_yaxis()
+    return figure
 
 
-def plot_solved(left, right, study, groups, probes):
-    """Of the first variant, which is the study's subject, every size; of all variants the second largest size."""
-    (label, _), group, _ = groups[0]
-    for size in study.sizes:
-        means = [statistics.mean(solved(group, probes, size, depth)) for depth in study.depths]
-        trained = " (trained on)" if size == study.sizes[0] else ""
-        (line,) = left.plot(study.depths, means, "o-", label=f"{sized(study, size)}{trained}")
-        if len(group) > 1:
-            for depth in study.depths:
-                values = solved(group, probes, size, depth)
-                left.plot([depth] * len(values), values, "_", color=line.get_color(), ms=9, alpha=0.7)
-    seeds = f", mean and each of {len(group)} seeds" if len(group) > 1 else ""
-    left.set(title=f"{label}{seeds}", ylabel="puzzles solved")
-    size = study.sizes[-2]
-    for i, (label, group, colour) in enumerate(named(groups)):
-        right.plot(
-            study.depths,
-            [statistics.mean(solved(group, probes, size, depth)) for depth in study.depths],
-            "--" if group[0]["evaluations"] == "" else f"{MARKERS[i % len(MARKERS)]}-",
-            label=textwrap.fill(label, 42),
-            color=colour,
-        )
-    right.set(title=f"{sized(study, size)}, all variants")
-    for axes in (left, right):
+def solved_figure(study, groups, probes):
+    """A panel for each variant: the mean of its seeds against the number of steps, and a bar from the worst seed to the
+    best."""
+    columns = 4
+    rows = -(-len(groups) // columns)
+    figure = Figure(figsize=(12, 0.9 + 2.4 * rows), layout="constrained")
+    panels = iter(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
+    for ((label, _), group, _), axes in zip(groups, panels, strict=False):
+        for size in study.sizes:
+            values = [solved(group, probes, size, depth) for depth in study.depths]
+            (means,) = axes.plot(study.depths, list(map(statistics.mean, values)), "o-", ms=4, lw=1.2)
+            axes.vlines(study.depths, list(map(min, values)), list(map(max, values)), color=means.get_color())
+        words = label.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}")  # not to be torn apart
+        axes.set_title(textwrap.fill(words, 38), fontsize=8)
         axes.set_xscale("log", base=2)
-        axes.set(xlabel="steps N (2 N evaluations of f)", ylim=(-0.03, 1.03), xticks=study.depths)
-        axes.set_xticklabels(study.depths)
-        axes.set_title(axes.get_title(), fontsize=10)
-        axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+        axes.set_xticks(study.depths, study.depths, fontsize=8)
+        axes.set_yticks([0, 0.5, 1], ["0 %", "50 %", "100 %"], fontsize=8)
+        axes.set_ylim(-0.05, 1.05)
+        axes.minorticks_off()
+        axes.tick_params(labelbottom=True)
+        axes.grid(alpha=0.3)
+    for axes in panels:  # in the last row, beyond the last variant
+        axes.set_visible(False)
+    names = [sized(study, size) + " (trained on)" * (size == study.sizes[0]) for size in study.sizes]
+    figure.legend(figure.axes[0].lines, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
+    fewest, most = (count(len(group) for _, group, _ in groups) for count in (min, max))
+    seeds = f"{most} seed{'s' * (most > 1)}" if fewest == most else f"{fewest} to {most} seeds"
+    figure.suptitle(f"puzzles solved against steps N (2 N evaluations of f): {seeds}, mean and range", fontsize=10)
+    return figure
 
 
 def differences(axes, ours, curves):
@@ -325,7 +344,9 @@ def differences(axes, ours, curves):
         apart = [abs(losses[update] - stored[update]) / stored[update] for update in updates]
         if apart:
             axes.plot(updates, [max(d, 1e-9) for d in apart], label=label, lw=1)
-            shown = ", ".join(f"{apart[i]:.1e} at update {updates[i]}" for i in (0, len(apart) // 2, len(apart) - 1))
-            lines += [f"{label}, relative distance of the loss from that of the stored graph: {shown}.", ""]
+            lines.append(line(label, *(f"{statistics.median(part):.1e}" for part in (apart[:10], apart[-100:]))))
     axes.set(yscale="log", xlabel="updates", ylabel="distance of the loss from the stored graph's")
+    if lines:
+        heads = "distance of the loss from the stored graph's, median", "first 10 updates", "last 100 updates"
+        lines = [*table_of(*heads), *lines, ""]
     return lines

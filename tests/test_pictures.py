@@ -106,9 +106,13 @@ def test_the_figures_of_equal_updates_and_of_equal_time(study):
         {"study": study, "label": label, "seconds": "1" if label == clock else "0.5"}
         for label, _ in evidence.variants(study)
     ]
-    figure, _ = evidence_report.drawn(study, *trained(study, 3, (updates, 2 * updates)), speeds)
-    assert readable.complaints(figure) == []
-    assert [axes.get_title() for axes in figure.axes] == [f"{updates} updates each", "the same time each"]
+    rows, curves, probes = trained(study, 3, (updates, 2 * updates, 3000))
+    rows = [row for row in rows if (row["label"], int(row["updates"])) != (clock, 2 * updates)]
+    titles = [f"{updates} updates each", "the same time each", "3,000 updates each"]
+    for panels, budgets in ((2, rows[: -len(speeds) * 3]), (3, rows)):
+        figure, _ = evidence_report.drawn(study, budgets, curves, probes, speeds)
+        assert readable.complaints(figure) == []
+        assert [axes.get_title() for axes in figure.axes] == titles[:panels]
 
 
 def test_the_pictures_of_a_maze():

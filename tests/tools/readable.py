@@ -35,11 +35,12 @@ def _panels(figure):
 
 
 def _small_panels(figure):
-    columns = max(axes.get_subplotspec().get_gridspec().ncols for axes in _panels(figure))
+    grids = [axes.get_subplotspec().get_gridspec() for axes in _panels(figure)]
+    columns, rows = max(grid.ncols for grid in grids), max(grid.nrows for grid in grids)
     for axes in _panels(figure):
         box = axes.get_window_extent()
         share = box.width / figure.bbox.width, box.height / figure.bbox.height
-        if share[0] < 2 / 3 / columns or share[1] < 1 / 3:
+        if share[0] < 2 / 3 / columns or share[1] < 1 / (2 * rows + 1):
             yield f"the panel {_name(axes)} has {share[0]:.0%} of the figure's width and {share[1]:.0%} of its height"
 
 
