@@ -54,7 +54,10 @@ def line(*cells):
 
 
 def spread(values):
-    return f"{statistics.mean(values):.4g}" + (f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else "")
+    """The mean of a few seeds and how far they are apart: perplexities to a tenth, shares to a thousandth."""
+    mean = statistics.mean(values)
+    digits = 1 if mean > 1 else 3
+    return f"{mean:.{digits}f}" + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
 def chosen(rows):
