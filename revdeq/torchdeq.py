@@ -225,11 +225,13 @@ class DEQReversible(DEQBase):
             return tuple(out)
 
         z = tuple(z_init) if several else z_init
-        ends = self._ends(f_max_iter)
+        ends, device = self._ends(f_max_iter), (z[0] if several else z).device
+        draw = _generator_states(device)
         with _in_torchdeqs_words():
             states, nfe = _solved(f, z, ends, _tolerance(given.get("tol", self.f_tol)), settings)
         memory += _computed(modules)
-        info = self._statistics(f, states[-1], nfe)
+        with _drawing(device, draw):
+            info = self._statistics(f, states[-1], nfe)
         if not self.training:
             info["sradius"] = torch.zeros(1, device=info["abs_lowest"].device)
             if sradius_mode:
@@ -263,8 +265,9 @@ class DEQReversible(DEQBase):
         if self.no_stat:
             return SolverStat(nstep=torch.tensor([float(nfe)]))
         # With the graph, if there is one: an f that registers hooks (hook_ift) needs it.
-        z = tuple(x.detach() for x in z) if isinstance(z, tuple) else z.detach()
-        return SolverStat.from_final_step(_by_sample(z), _by_sample(f(z)).detach(), nfe)
+        # And of a copy, which f may change in place.
+        copy = tuple(x.detach().clone() for x in z) if isinstance(z, tuple) else z.detach().clone()
+        return SolverStat.from_final_step(_by_sample(z).detach(), _by_sample(f(copy)).detach(), nfe)
 
 
 def _solved(
@@ -339,6 +342,17 @@ def _remembered(memory: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
 def _generator_states(device: torch.device) -> list[Tensor]:
     own = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
     return [torch.get_rng_state(), *own]
+
+
+@contextlib.contextmanager
+def _drawing(device: torch.device, states: list[Tensor]) -> Iterator[None]:
+    """Within, f sees the random draw of the solve; afterwards, the generators are where the solve left them."""
+    after = _generator_states(device)
+    _set_generator_states(device, states)
+    try:
+        yield
+    finally:
+        _set_generator_states(device, after)
 
 
 def _set_generator_states(device: torch.device, states: list[Tensor]) -> None:

@@ -59,7 +59,7 @@ STATEFUL = (
     "or use a normalisation without state (GroupNorm, LayerNorm), or call .eval() on it"
 )
 NO_WAY_BACK = (
-    "the backward pass did not find its way back to the initial state: it is off by … of the state's size, where "
+    "the backward pass did not find its way back: it is off by … of the state's size, where "
     "1e-04 can be trusted (beta = 0.9, N = 24 steps), and so the gradient of this solve is not exact. "
     'Either the float64 state was rounded beyond recovery: use state="exact", fewer steps or a beta further from 1. Or '
     "f does not compute the same when it is called again"

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .. import _device
 from ..kernels.backends import together
@@ -54,13 +55,15 @@ class Iteration:
 
 @dataclass
 class Outcome:
-    """The last states, as the solver keeps them and in the dtypes that f reads, and what it put aside."""
+    """The last states, as the solver keeps them and in the dtypes that f reads, what it put aside, and where the way
+    back ends if not at the initial state: z there, as f read it, if it is known."""
 
     y: State
     z: State
     y_copy: State
     z_copy: State
     spilled: list[State]
+    end: State
 
 
 def iterate(it: Iteration, initial: State) -> Outcome:
@@ -100,12 +103,15 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
     relax_y, relax_z = it.scheme.bind(y, y_copy, announced), it.scheme.bind(z, z_copy, announced)
     if it.options.tol is None:
         it.scheme.make_room([*relax_y, *relax_z])
+    # With a tolerance nobody knows yet where that will be.
+    turn = max_steps - (it.options.backward_steps or max_steps) if it.f.graph and it.options.tol is None else 0
+    end: State = []
     while True:
         it.steps += 1
         last = it.steps == max_steps
         relax(relax_y, f_z, z_copy, step)
         del f_z
-        f_y = it.f.value(y_copy, keep=2 * it.steps - 1 >= kept_from)
+        f_y = it.f.value(y_copy, keep=2 * it.steps - 1 >= kept_from, last=look or last)
         if look or last:
             it.norms = relax_norms(relax_z, f_y, y_copy, step)
         else:
@@ -118,25 +124,35 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
                 break
         if last:
             break
+        if it.steps == turn:
+            end = [c.clone() for c in z_copy]
         f_z = it.f.value(z_copy, keep=2 * it.steps >= kept_from)
-    if any(c.is_inference() or c._version > 0 for c in y_copy):  # f changed its input in place, or may have
+    if any(c.is_inference() or c._version > it.steps for c in y_copy):  # f changed its input in place, or may have
         y_copy = it.scheme.read(y, y_copy)
     if not look:
         it.scheme.check([*relax_y, *relax_z])
-    return Outcome(y, z, y_copy, z_copy, [h.spilled for h in (*relax_y, *relax_z)])
+    return Outcome(y, z, y_copy, z_copy, [h.spilled for h in (*relax_y, *relax_z)], end)
 
 
 def relax(half_steps: list[HalfStep], outputs: State, read: State, step: Any) -> None:
     with together(len(half_steps)):
         for half_step, out, x in zip(half_steps, outputs, read, strict=True):
             half_step.relax(out, x, step)
+    _count_change(half_steps)
 
 
 def relax_norms(half_steps: list[HalfStep], outputs: State, read: State, step: Any) -> Tensor:
     """The squared 2-norms of the change and of the new state, of all leaves."""
     with together(len(half_steps)):
         partial = [h.relax_norms(out, x, step) for h, out, x in zip(half_steps, outputs, read, strict=True)]
+    _count_change(half_steps)
     return functools.reduce(torch.add, [x.sum((1, 2)) for x in partial])
+
+
+def _count_change(half_steps: list[HalfStep]) -> None:
+    """Tells autograd that what f read is overwritten, in case that f has kept a graph of it."""
+    for half_step in half_steps:
+        increment_version(half_step.copy)
 
 
 def _laid_out_like(outputs: State, copy: State) -> tuple[State, bool]:
@@ -172,8 +188,9 @@ class Reversible(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, it: Iteration, outcome: Outcome, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.it, ctx.size, ctx.spills, ctx.spent = it, len(outcome.y), len(outcome.spilled[0]), False
+        ctx.ends_early = bool(outcome.end)
         ctx.set_materialize_grads(False)
-        own = [*itertools.chain(outcome.y, outcome.z, *outcome.spilled), *tensors[: len(outcome.y)]]
+        own = [*itertools.chain(outcome.y, outcome.z, *outcome.spilled), *tensors[: len(outcome.y)], *outcome.end]
         ctx.layouts = [_Layout.of(x) for x in own]
         ctx.save_for_backward(*own, *tensors[len(outcome.y) :])
         return (*outcome.y_copy, *outcome.z_copy)
@@ -190,7 +207,8 @@ class Reversible(torch.autograd.Function):
         it, size, step = ctx.it, ctx.size, ctx.it.scheme.step
         saved = list(ctx.saved_tensors)  # all of them, for autograd's check that none was changed in place
         saved = [layout.restored(x) for layout, x in zip(ctx.layouts, saved, strict=False)]
-        last, initial = saved[: 2 * size], [x.detach() for x in saved[2 * size * (1 + ctx.spills) :][:size]]
+        last, given = saved[: 2 * size], [x.detach() for x in saved[2 * size * (1 + ctx.spills) :][: 2 * size]]
+        initial, end = given[:size], given[size:] if ctx.ends_early else []
         spilled = [saved[2 * size + i * ctx.spills :][: ctx.spills] for i in range(2 * size)]
         keep = _graph_is_kept()
         ctx.spent = not keep
@@ -210,16 +228,22 @@ class Reversible(torch.autograd.Function):
         inputs = it.f.inputs.tensors
         totals = Totals(inputs)
         maxima: State = []
-        sizes = [typical_magnitude(c) for c in copy] if first == 0 else []  # nothing is compared where it ends before
+        sizes = [typical_magnitude(c) for c in copy] if first == 0 or end else []
+        seen = sizes
         replay = Replay(it.f, keep_graph=keep)
         with replay.running():
             for n in reversed(range(first, it.steps)):
                 # copy is y_{n+1}; undo z_{n+1} = a z_n + b f(y_{n+1}) + c y_{n+1}
                 out, by_state, by_inputs = replay.vjp(copy, z_adjoint)
+                if n == it.steps - 1 and sizes and it.scheme.resolution:
+                    # A state too small for its own resolution is 0; what f made of it need not be.
+                    seen = [torch.maximum(size, typical_magnitude(x)) for size, x in zip(sizes, out, strict=True)]
                 out, vjp = _apart(out, copy), dense(by_state, copy)
                 totals.add(by_inputs)
                 if n > 0:
                     _undo(invert_z, out, y_adjoint, vjp, z_adjoint, step)
+                    if n == first and end:
+                        maxima += map(_apart_by, copy, end, sizes)
                 else:  # the initial state is known: use it, not its reconstruction
                     maxima += _undo_and_compare(invert_z, out, initial, sizes, y_adjoint, vjp, z_adjoint, step)
                     for c, x in zip(copy, initial, strict=True):
@@ -237,7 +261,7 @@ class Reversible(torch.autograd.Function):
                     maxima += _undo_and_compare(invert_y, out, initial, sizes, z_adjoint, vjp, y_adjoint, step)
         if it.monitor is not None:
             assert it.norms is not None
-            it.monitor.judge(maxima, it.norms, sizes)
+            it.monitor.judge(maxima, it.norms, seen)
 
         initial_grads: list[Tensor | None] = [None] * size
         if initial_needs_grad:  # z_0 starts both y and z
@@ -322,6 +346,14 @@ def _undo_and_compare(
     rows = zip(half_steps, out, initial, floors, adjoints, strict=True)
     with together(len(half_steps)):
         return [h.invert_compare(o, x, floor, a, v, b, step, step) for h, o, x, floor, (a, v, b) in rows]
+
+
+def _apart_by(x: Tensor, expected: Tensor, floor: Tensor) -> Tensor:
+    """As `invert_compare` has it: the largest distance, relative to each element's own size, as the bits of a float."""
+    if x.numel() == 0:
+        return torch.empty(0, dtype=torch.int32, device=x.device)
+    x, expected = x.float(), expected.float()
+    return ((x - expected).abs() / torch.maximum(expected.abs(), floor)).amax().view(torch.int32)
 
 
 class Totals:

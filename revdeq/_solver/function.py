@@ -28,7 +28,7 @@ from torch.utils._pytree import (
 
 from ..kernels.half_step import DTYPES
 from .context import Draw, Settings
-from .inputs import Inputs, Search, State, Substitution, alias
+from .inputs import Inputs, Search, State, Substitution, alias, guarded
 from .sharded import Shards
 from .stateful import BackwardHooks, Buffers, modules_of
 
@@ -67,23 +67,24 @@ class Function:
         self.backward_hooks = BackwardHooks([])
         self.arguments = Arguments(args)
         self.changes_its_input, self._reads_again, self._first_only = False, reads_again, first_only
-        self.kept: collections.deque[Evaluation] = collections.deque(maxlen=keep)
+        self.kept: collections.deque[Evaluation] = collections.deque(maxlen=int(keep))
         self.run: Callable[..., Any] = f
         self.shards = Shards()
         # What an outer solve has put in the place of captured tensors, and the tensors of a module, which may have been
         # called through `torch.func.functional_call`: both are needed again in the backward pass.
         self.modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Substitution)]
-        self.module_tensors = self.shards.without(module_tensors(f)) if self.graph else {}
+        self.module_tensors: dict[str, Tensor] = {}  # after the first evaluation, which may make tables
         if self.graph:
             # Casts of weights that autocast remembers from before the solve would look like dependencies of f.
             torch.clear_autocast_cache()
-        self.inputs = Inputs(self.arguments.tensors, self.arguments.use_aliases() if self.graph else [])
+        aliases = [guarded(x) for x in self.arguments.use_aliases()] if self.graph else []
+        self.inputs = Inputs(self.arguments.tensors, aliases)
         self.search = Search()
 
     def first(self, state: State) -> State:
         """f's outputs, without a graph, for the first time, when its dependencies can be seen as they enter."""
         versions = self.arguments.versions()
-        leaves = [alias(x) if self.graph else x.detach() for x in state]
+        leaves = [guarded(alias(x)) if self.graph else x.detach() for x in state]
         self.search.begin()
         search = contextlib.nullcontext() if is_compiled(self.f) else self.search
         modules = modules_of(self.f)
@@ -98,28 +99,33 @@ class Function:
         outputs = self._flattened(result, leaves)
         del result  # which holds the graph
         values = self._noted(leaves, outputs)
+        if self.graph:
+            self.module_tensors = self.shards.without(module_tensors(self.f))
         self.changes_its_input = any(x.is_inference() or x._version > 0 for x in state)
         if self.changes_its_input and self._reads_again:
             values = [x.clone() for x in values]  # one of them may be the input
         self.arguments.refuse_changes(versions)
         return values
 
-    def value(self, state: State, keep: bool = False) -> State:
-        """f's outputs. With `keep`, the graph is kept; otherwise, if there was one, it is gone."""
-        if self._first_only:
+    def value(self, state: State, keep: bool = False, last: bool = False) -> State:
+        """f's outputs. With `keep`, the graph is kept; otherwise, if there was one, it is gone. What f itself may keep
+        is usually of the first evaluation or of the `last`, and guarded there: a guard takes 10 us."""
+        if self._first_only and not last:
             with torch.no_grad():
                 return [x.detach() for x in self.evaluate(state)[1]]
         keep = keep and self.graph
-        leaves, outputs = self.evaluate([x.clone() for x in state] if keep else state)
+        leaves, outputs = self.evaluate([x.clone() for x in state] if keep else state, last)
         if keep:
             self.kept.append((leaves, outputs))
         return self._noted(leaves, outputs)
 
-    def evaluate(self, state: State) -> Evaluation:
+    def evaluate(self, state: State, guard: bool = False) -> Evaluation:
         """The leaves at which f is evaluated, and its outputs, with the graph between them if there is one."""
         if self.changes_its_input and self._reads_again:
             state = [x.clone() for x in state]
         leaves = [x.detach().requires_grad_(self.graph) for x in state]
+        if guard and self.graph:
+            leaves = list(map(guarded, leaves))
         self.search.begin()
         with self.draw, self._arguments():
             disguise = self.graph and (self.changes_its_input or _has_any_global_hook())

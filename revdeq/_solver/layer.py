@@ -102,7 +102,7 @@ class RevDEQ(nn.Module):
         beta = self.beta
         if abs(1 - beta) < CLOSEST_TO_1:  # nothing to begin with
             beta = 1 - CLOSEST_TO_1
-        options = {"beta": beta, "gamma": self.gamma, "max_steps": self.max_steps}
+        options = {"beta": beta, "gamma": self.gamma, "max_steps": self.max_steps, "tol": self.tol}
         found = tune(self.f, self._start(x, z0), x, *args, **options)
         self.use(found.beta, found.gamma)
         return found
@@ -113,10 +113,17 @@ class RevDEQ(nn.Module):
         Args:
             beta: The relaxation.
             gamma: The damping of f.
+
+        Raises:
+            TypeError, ValueError: A coefficient has a value that it cannot have.
         """
-        for name, value in (("beta", beta), ("gamma", gamma)):
-            setattr(self, name, value)
-        self._is_tuned = True
+        options_from({**self.options, "beta": beta, "gamma": gamma})
+        self.beta, self.gamma, self._is_tuned = beta, gamma, True
+
+    @property
+    def coefficients(self) -> Tensor:
+        """beta and gamma as the state of a layer that was tuned holds them."""
+        return torch.tensor([self.beta, self.gamma], dtype=torch.float64, device="cpu")
 
     def _start(self, x: Any, z0: Any) -> Any:
         return tree_map(_zeros_like, x) if z0 is None else z0
@@ -124,13 +131,17 @@ class RevDEQ(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._is_tuned:
-            destination[prefix + COEFFICIENTS] = torch.tensor([self.beta, self.gamma], dtype=torch.float64)
+            destination[prefix + COEFFICIENTS] = self.coefficients
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *args: Any
+    ) -> None:
         found = state_dict.pop(prefix + COEFFICIENTS, None)
         if found is not None:
             self.use(*found.tolist())
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        elif self._is_tuned:
+            missing.append(prefix + COEFFICIENTS)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
 
     @property
     def options(self) -> dict[str, Any]:

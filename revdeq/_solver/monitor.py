@@ -105,7 +105,7 @@ class Monitor:
                 "normalise what f returns"
             )
         text = (
-            f"the backward pass did not find its way back to the initial state: it is off by {rho:.1e} of the state's "
+            f"the backward pass did not find its way back: it is off by {rho:.1e} of the state's "
             f"size, where {LIMIT:.0e} can be trusted ({self.setting}), and so the gradient of this solve is not exact. "
             f"{cause}"
         )
@@ -132,8 +132,8 @@ class Monitor:
         if self.check == "raise":
             raise error(text)
         if self.site not in _already_warned:
+            warnings.warn_explicit(text, warning, *self.site)  # where warnings are errors, each of them is one
             _already_warned.add(self.site)
-            warnings.warn_explicit(text, warning, *self.site)
 
 
 SAMPLE = 1024
@@ -142,12 +142,14 @@ SMALLEST_SCALE = 1e-30
 
 
 def typical_magnitude(x: Tensor) -> Tensor:
-    """The median magnitude of what is not 0 in a sample of a dense tensor: a 0-d float32 tensor on its device, which
-    is not waited for. The sample steps through memory by a number that has no divisor in common with the number of
+    """The median magnitude of what is not 0 in a sample of a tensor: a 0-d float32 tensor on its device, which is not
+    waited for. The sample steps through memory by a number that has no divisor in common with the number of
     elements, so that it meets every feature."""
     n = x.numel()
     if n == 0:
         return torch.full((), SMALLEST_SCALE, device=x.device)
+    if not torch.ops.aten.is_non_overlapping_and_dense(x):
+        x = x.contiguous()
     stride = next(s for s in itertools.count(-(-n // SAMPLE)) if math.gcd(s, n) == 1)
     sample = x.as_strided((-(-n // stride),), (stride,)).float().abs().sort().values
     count = sample.count_nonzero()

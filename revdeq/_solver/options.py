@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..kernels.half_step import float32
+from ..kernels.half_step import Coefficients, float32
 from .monitor import CHECKS
 
 GRADIENTS = ("exact", "implicit")
@@ -70,7 +70,9 @@ class Options:
         check: What to do when the backward pass finds that its gradient cannot be trusted, because it did not arrive
             at z0 again: "warn", once for each line that calls, "raise", or None to skip the check. On the CPU you are
             told at the end of the backward pass; on other devices, which are not waited for, at a later call of
-            `solve` or when the process ends. While a CUDA graph is captured, nothing is checked.
+            `solve` or when the process ends. While a CUDA graph is captured, nothing is checked. With
+            gradient="implicit", which undoes no step, only the convergence of the adjoint is; and where
+            `backward_steps` ends before z0, z is compared there, unless there is a `tol`.
         gradient: "exact" is the gradient of the iteration that ran. "implicit" is that of the fixed point itself, as
             classical equilibrium models take it: the adjoint equation is solved at the last state, with the same beta,
             gamma, max_steps and tol. It is faster, it is wrong where the iteration has not converged, and z0 gets no
@@ -94,7 +96,7 @@ class Options:
     def __post_init__(self) -> None:
         _coefficient("beta", self.beta)
         _coefficient("gamma", self.gamma)
-        if _float32(self.beta) == 1:
+        if Coefficients.rounded(self.beta, self.gamma).a == 0:
             raise ValueError(
                 f"beta = {self.beta!r} must not be 1, also after rounding to float32: 1 - beta is what the backward "
                 "pass divides by; 0.5 to 0.9 work well, or use revdeq.tune"

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import _device
+
 STATEFUL = (
     "would be changed by every evaluation of f, in the backward pass too: put the layer outside f, as the paper does, "
     "or use a normalisation without state (GroupNorm, LayerNorm), or call .eval() on it"
@@ -51,13 +53,18 @@ class Buffers:
         return
 
     def __exit__(self, kind: object, *exception: object) -> None:
-        changed = [row for row in self._before if row[1]._version != row[2]]
+        changed = [row for row in self._before if row[1]._version != row[2] or _differs(row[1], row[3])]
         with torch.no_grad():
             for _, buffer, _, copy in changed:
                 if copy is not None:
                     buffer.copy_(copy)
         if changed and kind is None:
             raise RuntimeError(f"f changes its buffers {', '.join(name for name, *_ in changed)}, which {STATEFUL}")
+
+
+def _differs(x: Tensor, copy: Tensor | None) -> bool:
+    """Also after a change that autograd does not count (x.data.add_), unless a look would wait for the device."""
+    return copy is not None and _device.can_look(x) and not torch.equal(x, copy) and not bool(x.isnan().any())
 
 
 class BackwardHooks:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import _device
 from .monitor import ConvergenceWarning
@@ -52,6 +52,12 @@ class Trial(NamedTuple):
     beta: float
     gamma: float
     residual: float
+    evaluations: int
+
+    @property
+    def rate(self) -> float:
+        """By what an evaluation multiplies the residual, on average: with a tolerance, slow iterations end early."""
+        return self.residual ** (1 / self.evaluations)
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,9 @@ class Tuning:
     Attributes:
         beta, gamma: The best pair.
         residual: ‖f(z) - z‖ / ‖z‖ after the solve with it.
-        given: The pair that the search began with, and its residual.
-        trials: All pairs that were tried, in order, each with its residual.
-        evaluations: How often a solve evaluates f.
+        evaluations: How often that solve evaluated f.
+        given: The pair that the search began with, and what came of it.
+        trials: All pairs that were tried, in order, each with its residual and its evaluations.
 
     Example:
         >>> found = revdeq.tune(f, z0, x, max_steps=4)
@@ -74,21 +80,27 @@ class Tuning:
     beta: float
     gamma: float
     residual: float
-    given: Trial
     evaluations: int
+    given: Trial
     trials: list[Trial] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [f"relative residual of f after {self.evaluations} evaluations", "", "  beta   gamma  residual"]
-        for trial in sorted(self.trials, key=lambda t: t.residual):
+        lines = [f"relative residual of f {self._when}", "", "  beta   gamma  residual  evaluations"]
+        for trial in sorted(self.trials, key=lambda t: t.rate):
             notes = [note for pair, note in ((self._best, "best"), (self.given, "given")) if trial == pair]
             size = f"{trial.residual:.1e}" if math.isfinite(trial.residual) else "diverges"
-            lines.append(f"{trial.beta:6.3f}  {trial.gamma:6.3f}  {size:<9}{', '.join(notes)}".rstrip())
+            words = f"{trial.beta:6.3f}  {trial.gamma:6.3f}  {size:<10}{trial.evaluations:<13}{', '.join(notes)}"
+            lines.append(words.rstrip())
         return "\n".join(lines)
 
     @property
     def _best(self) -> Trial:
-        return Trial(self.beta, self.gamma, self.residual)
+        return Trial(self.beta, self.gamma, self.residual, self.evaluations)
+
+    @property
+    def _when(self) -> str:
+        same = len({t.evaluations for t in self.trials if math.isfinite(t.residual)}) < 2
+        return f"after {self.evaluations} evaluations" if same else "at the tolerance"
 
     def plot(self, path: Any = None) -> Any:
         """Draw the pairs that were tried, coloured by their residual.
@@ -125,7 +137,7 @@ class Tuning:
                 cmap="viridis_r",
                 s=45,
             )
-            figure.colorbar(points, label=f"relative residual after {self.evaluations} evaluations")
+            figure.colorbar(points, label=f"relative residual {self._when}")
         axes.scatter([self.beta], [self.gamma], marker="o", s=160, facecolors="none", edgecolors="red", label="best")
         axes.scatter(
             [self.given.beta],
@@ -146,12 +158,14 @@ class Tuning:
 
 @with_options
 def tune(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Tuning:
-    """Find the beta and gamma with which a solve of `max_steps` steps comes closest to the fixed point of f.
+    """Find the beta and gamma with which a solve of `max_steps` steps comes closest to the fixed point of f, or with a
+    `tol`, with which it comes closer the fastest until there.
 
     It tries at most 24 pairs, each with a solve that builds no graph, by a pattern search from a few that work well
     for attention and for convolutions. What it returns is never worse than the pair that it was given. It is
     deterministic: all solves see the same random draw. Tune again when f has been trained for a while. Of the options,
-    beta and gamma are where the search begins, `max_steps` is used as it is, and the others have no effect.
+    beta and gamma are where the search begins, `max_steps` and `tol` are used as they are, and the others have no
+    effect.
 
     Args:
         f: As for `revdeq.solve`.
@@ -177,28 +191,29 @@ def tune(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Tuning:
             "or 1.1, for example"
         )
     initial, _ = checked_state(z0)
-    settings = {"max_steps": checked.max_steps, "state": "float64", "check": None}
+    settings = {"max_steps": checked.max_steps, "tol": checked.tol, "state": "float64", "check": None}
     random = _device.generator_states(initial[0].device)
 
-    def residual(beta: float, gamma: float) -> float:
+    def tried(beta: float, gamma: float) -> Trial:
         _device.set_generator_states(initial[0].device, random)
         try:
-            z = solve(f, z0, *args, beta=beta, gamma=gamma, **settings).z
+            solution = solve(f, z0, *args, beta=beta, gamma=gamma, **settings)
         except ArithmeticError:
-            return math.inf
+            return Trial(beta, gamma, math.inf, 2 * checked.max_steps)
         _device.set_generator_states(initial[0].device, random)
-        return _relative_residual(f(z, *args), z)
+        out = f(tree_map(torch.clone, solution.z), *args)  # which may change its input in place
+        return Trial(beta, gamma, _relative_residual(out, solution.z), solution.nfe)
 
-    trials: dict[tuple[float, float], float] = {}
+    trials: dict[tuple[float, float], Trial] = {}
     with torch.no_grad(), _progress() as step:
         try:
             for beta, gamma in _search((float(checked.beta), float(checked.gamma)), trials):
-                trials[beta, gamma] = residual(beta, gamma)
+                trials[beta, gamma] = tried(beta, gamma)
                 step()
         finally:
             _device.set_generator_states(initial[0].device, random)
-    rows = [Trial(beta, gamma, size) for (beta, gamma), size in trials.items()]
-    best = min(rows, key=lambda t: t.residual)
+    rows = list(trials.values())
+    best = min(rows, key=lambda t: t.rate)
     if not math.isfinite(best.residual):
         raise FloatingPointError(
             f"the iteration diverges with all of the {len(rows)} pairs that were tried: f returns NaN or infinity, or "
@@ -211,7 +226,7 @@ def tune(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Tuning:
             ConvergenceWarning,
             stacklevel=2,
         )
-    return Tuning(*best, given=rows[0], evaluations=2 * checked.max_steps, trials=rows)
+    return Tuning(*best, given=rows[0], trials=rows)
 
 
 def best_coefficients(p: float, q: float = 0.0, c: float = 0.0) -> tuple[float, float, float]:
@@ -232,7 +247,7 @@ def rate(eigenvalues: torch.Tensor, beta: float, gamma: float = 1.0) -> float:
     return torch.stack([(moved + root).abs(), (moved - root).abs()]).max().item() / 2
 
 
-def _search(given: tuple[float, float], trials: dict[tuple[float, float], float]) -> Iterator[tuple[float, float]]:
+def _search(given: tuple[float, float], trials: dict[tuple[float, float], Trial]) -> Iterator[tuple[float, float]]:
     """The pairs to try, one after the other; `trials` has the results so far. From the best of the first ones, a step
     in each of four directions, shorter ones where none of them is better."""
     for pair in (given, *START):
@@ -240,15 +255,15 @@ def _search(given: tuple[float, float], trials: dict[tuple[float, float], float]
             yield pair
     size = 0.16
     while len(trials) < MOST_SOLVES and size > 0.01:
-        centre = min(trials, key=lambda pair: trials[pair])
-        before = trials[centre]
+        centre = min(trials, key=lambda pair: trials[pair].rate)
+        before = trials[centre].rate
         for move in ((size, 0.0), (-size, 0.0), (0.0, size), (0.0, -size)):
             pair = _allowed(centre[0] + move[0], centre[1] + move[1], upwards=move[0] > 0)
             if pair not in trials and len(trials) < MOST_SOLVES:
                 yield pair
-                if trials[pair] < before:  # go on from there at once: solves are what counts
+                if trials[pair].rate < before:  # go on from there at once: solves are what counts
                     break
-        if min(trials.values()) >= before:
+        if min(trial.rate for trial in trials.values()) >= before:
             size /= 2
 
 

@@ -69,7 +69,8 @@ def verify(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Report
 
     Runs a solve forward and backward, with hashes of the bits of every input and output of f, and compares what the
     backward pass saw with what the forward pass saw. Memory does not grow with `max_steps` here either: 16 bytes are
-    kept for each evaluation. f is evaluated once more wherever its output changed, to count the elements.
+    kept for each evaluation. f is evaluated once more wherever its output changed, to count the elements. All steps are
+    compared, whatever `keep` and `backward_steps` say.
 
     Args:
         f: As for `revdeq.solve`.
@@ -93,10 +94,10 @@ def verify(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Report
             f"gradient = {checked.gradient!r}: verify is about gradient='exact', which repeats steps; leave it out"
         )
     recorder = _Recorder(f)
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         initial = _requiring_grad(z0)
-        solution = solve(recorder, initial, *args, **{**options, "check": None, "keep": 0})
-        recorder.turn_back(f"beta = {solution.beta:.6g}, {solution.steps} steps")
+        solution = solve(recorder, initial, *args, **{**options, "check": None, "keep": 0, "backward_steps": None})
+        recorder.turn_back(solution.nfe, f"beta = {solution.beta:.6g}, {solution.steps} steps")
         leaves = tree_leaves(solution.z)
         torch.autograd.grad(leaves, tree_leaves(initial), [torch.ones_like(x) for x in leaves], allow_unused=True)
     assert recorder.report is not None
@@ -111,8 +112,9 @@ class _Recorder:
         self.report: Report | None = None
         self._hashes: list[tuple[int, int]] = []
 
-    def turn_back(self, setting: str) -> None:
-        self.report = Report(len(self._hashes), setting)
+    def turn_back(self, evaluations: int, setting: str) -> None:
+        self._hashes = self._hashes[-evaluations:]  # a solve may have begun twice
+        self.report = Report(evaluations, setting)
 
     def __call__(self, z: Any, *args: Any) -> Any:
         given = bit_hash(z)
@@ -141,7 +143,7 @@ def bit_hash(tree: Any) -> int:
     """64 bits that depend on every bit of every tensor and on its place, and not on the order of summation."""
     total = 0
     for k, x in enumerate(tree_leaves(tree)):
-        bits = x.detach().contiguous().view(_INTEGERS[x.element_size()]).flatten().to(torch.int64)
+        bits = x.detach().resolve_neg().contiguous().view(_INTEGERS[x.element_size()]).flatten().to(torch.int64)
         mixed = (bits + torch.arange(bits.numel(), device=bits.device) * 0x9E3779B97F4A7 + k) * 0x2545F4914F6CDD1D
         mixed = (mixed ^ (mixed >> 29)) * 0x369DEA0F31A53F85
         total ^= int((mixed ^ (mixed >> 32)).sum()) + k
@@ -149,4 +151,7 @@ def bit_hash(tree: Any) -> int:
 
 
 def _requiring_grad(z0: Any) -> Any:
-    return tree_map(lambda x: x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x, z0)
+    def copied(x: Any) -> Any:
+        return x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return tree_map(copied, z0)

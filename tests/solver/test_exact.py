@@ -249,7 +249,7 @@ def test_the_gradient_equals_that_with_stored_inputs_bit_for_bit(monkeypatch, be
     with monkeypatch.context() as patch:
         first = Function.first
         patch.setattr(Function, "first", lambda self, s: stored.append(s[0].clone()) or first(self, s))
-        patch.setattr(Function, "value", lambda self, s, keep: stored.append(s[0].clone()) or value(self, s))
+        patch.setattr(Function, "value", lambda self, s, **_: stored.append(s[0].clone()) or value(self, s))
         patch.setattr(Replay, "vjp", lambda self, s, *rest: vjp(self, [stored.pop()], *rest))
         _, expected = gradients(f, x, weight, beta=beta, max_steps=max_steps, state="exact")
     assert not stored

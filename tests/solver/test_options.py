@@ -361,7 +361,7 @@ def test_the_implicit_gradient_counts_evaluations_and_products():
         return out
 
     z = revdeq.solve(f, torch.zeros(3, 6), torch.randn(3, 6), max_steps=5, gradient="implicit").z
-    assert calls == [True] + [False] * 9
+    assert calls == [True] + [False] * 8 + [True], "the last one has a graph, so that what f keeps of it is noticed"
     z.sum().backward()
     assert len(calls) == 11 and len(products) == 2 * 5 + 1
 

@@ -551,3 +551,24 @@ def test_diffusion_inverted():
     assert info["nstep"][0] <= 16
     x_pred[-1][-1].square().mean().backward()
     assert x.grad is not None and model.weight.grad is not None
+
+
+def test_statistics_leave_the_fixed_point_and_the_random_draw_alone():
+    torch.manual_seed(0)
+    linear, dropout, x = nn.Linear(5, 5), nn.Dropout(0.3), torch.randn(3, 5)
+    deq = torchdeq.get_deq(core="reversible", f_max_iter=60, beta=0.8).train()
+
+    def solved(func):
+        torch.manual_seed(1)
+        (z,), info = deq(func, torch.zeros(3, 5))
+        return z, info, torch.get_rng_state()
+
+    z, info, after = solved(lambda z: torch.tanh(dropout(0.3 * linear(z)) + x))
+    torch.manual_seed(1)
+    solution = revdeq.solve(
+        lambda z: torch.tanh(dropout(0.3 * linear(z)) + x), torch.zeros(3, 5), max_steps=30, beta=0.8
+    )
+    assert torch.equal(z, solution.z) and torch.equal(after, torch.get_rng_state())
+    assert info["rel_lowest"].max() < 1e-5, "f was evaluated with the mask of the solve"
+    in_place, apart = solved(lambda z: torch.tanh(z.mul_(0.5) + x)), solved(lambda z: torch.tanh(0.5 * z + x))
+    assert torch.equal(in_place[0], apart[0])

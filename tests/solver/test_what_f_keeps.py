@@ -1,0 +1,176 @@
+"""What f keeps from inside a solve, and what changes between the passes: right, or refused."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+import revdeq
+from revdeq import baselines
+
+KEPT = "through something that f computed inside a solve and kept"
+
+
+class Remembering(nn.Module):
+    """Keeps something of every evaluation, or of the first one."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.linear, self.other, self.what, self.kept = nn.Linear(6, 6), nn.Linear(6, 6), what, []
+
+    def forward(self, z, x):
+        if self.what == "a loss of the last evaluation":
+            self.kept = [self.other(z).square().mean()]
+        elif self.what == "a loss of all":
+            self.kept.append(self.other(z).square().mean())
+        elif self.what == "a feature of x":
+            self.kept = [self.other(x)]
+        elif not self.kept:
+            self.kept.append({"a projection of x": self.other, "a view of x": lambda x: x[:]}[self.what](x))
+        used = self.kept[0] if self.what in ("a projection of x", "a view of x") else 0
+        return torch.tanh(self.linear(z) + x) + used
+
+
+@pytest.mark.parametrize("options", [{}, {"tol": 1e-3}, {"gradient": "implicit"}, {"keep": 3}])
+@pytest.mark.parametrize("what", ["a loss of the last evaluation", "a loss of all", "a feature of x"])
+def test_a_loss_of_what_f_keeps_is_refused(what, options):
+    f, encoder = Remembering(what), nn.Linear(6, 6)
+    z = revdeq.solve(f, torch.zeros(3, 6), encoder(torch.randn(3, 6)), **options).z
+    with pytest.raises(RuntimeError, match=f"{KEPT}|modified by an inplace operation"):
+        (z.sum() + sum(f.kept).sum()).backward()
+
+
+@pytest.mark.parametrize("what", ["a projection of x", "a view of x"])
+def test_a_cache_of_what_f_makes_of_its_arguments_is_refused(what):
+    f, encoder = Remembering(what), nn.Linear(6, 6)
+    z = revdeq.solve(f, torch.zeros(3, 6), encoder(torch.randn(3, 6))).z
+    with pytest.raises(RuntimeError, match=KEPT):
+        z.sum().backward()
+
+
+def test_a_probe_on_states_that_are_overwritten_is_refused_by_torch():
+    linear, probe, losses = nn.Linear(6, 6), nn.Linear(6, 2), []
+
+    def f(z, x):
+        losses.append(probe(z.detach()).square().sum())
+        return torch.tanh(linear(z)) + x
+
+    revdeq.solve(f, torch.zeros(3, 6), torch.randn(3, 6), max_steps=3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        sum(losses).backward()
+
+
+class Growing(nn.Module):
+    """A table that becomes as long as it has to be, as rotary embeddings have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("table", torch.zeros(0, 6), persistent=False)
+
+    def forward(self, z, x):
+        if len(self.table) < len(z):
+            self.table = torch.linspace(0, 1, len(z))[:, None].expand(-1, 6).clone()
+        return torch.tanh(self.linear(z) + x + self.table)
+
+
+def test_a_table_that_the_first_evaluation_makes():
+    x, grads = torch.randn(3, 6), []
+    f = Growing()
+    for solve in (lambda *args: revdeq.solve(*args, check="raise").z, baselines.stored_graph):
+        f.table = torch.zeros(0, 6)
+        grads.append(torch.autograd.grad(solve(f, torch.zeros(3, 6), x).sum(), f.linear.weight)[0])
+    torch.testing.assert_close(*grads)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("codes", torch.zeros(6))
+
+    def forward(self, z, x):
+        self.codes.data.add_(1)  # which autograd does not count
+        return torch.tanh(self.linear(z) + x)
+
+
+def test_a_buffer_that_is_changed_behind_autograds_back_is_refused_and_restored():
+    f = Counting()
+    with pytest.raises(RuntimeError, match="f changes its buffers codes"):
+        revdeq.solve(f, torch.zeros(3, 6), torch.randn(3, 6))
+    assert not f.codes.any()
+
+
+@pytest.mark.parametrize("state", ["float64", "exact"])
+@pytest.mark.parametrize("change", ["dropout", "weights"])
+def test_changes_between_the_passes_are_noticed_where_the_way_back_ends_early(change, state):
+    f = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3))
+    solution = revdeq.solve(
+        lambda z, x: f(z) + x, torch.zeros(3, 6), torch.randn(3, 6), backward_steps=5, state=state, check="raise"
+    )
+    if change == "dropout":
+        f.eval()
+    else:
+        f[0].weight.data.mul_(1.1)
+    with pytest.raises(revdeq.ReconstructionError):
+        solution.z.sum().backward()
+
+
+@pytest.mark.parametrize("state", ["float64", "exact"])
+@pytest.mark.parametrize("k", [1, 3, 7, 8])
+def test_the_gradient_of_the_last_steps_passes_its_check(k, state):
+    f, x = nn.Linear(6, 6), torch.randn(3, 6)
+    z = revdeq.solve(
+        lambda z, x: torch.tanh(f(z) + x), torch.zeros(3, 6), x, backward_steps=k, state=state, check="raise"
+    ).z
+    z.sum().backward()
+    assert f.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-8, 1e-10])
+def test_numbers_below_the_resolution_of_the_exact_state_are_noticed(size):
+    z = revdeq.solve(
+        lambda z, x: 0.5 * z + x, torch.zeros(50), torch.full((50,), size, requires_grad=True), state="exact",
+        check="raise",
+    ).z  # fmt: skip
+    with pytest.raises(revdeq.ReconstructionError, match="coarse"):
+        z.sum().backward()
+
+
+def test_where_warnings_are_errors_each_of_them_is_one(recwarn):
+    for _ in range(2):
+        x = torch.full((50,), 1e-9, requires_grad=True)
+        z = revdeq.solve(lambda z, x: 0.5 * z + x, torch.zeros(50), x, state="exact").z
+        with warnings.catch_warnings(), pytest.raises(revdeq.ReconstructionWarning):
+            warnings.simplefilter("error")
+            z.sum().backward()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, z, x):
+        return torch.tanh(self.linear(z) + x)
+
+
+def test_the_coefficients_of_a_layer_as_part_of_its_state():
+    tuned, untuned = revdeq.RevDEQ(Block()), revdeq.RevDEQ(Block())
+    tuned.tune(torch.randn(3, 6))
+    assert "coefficients" in get_model_state_dict(tuned)  # of torch.distributed.checkpoint
+    with torch.device("meta"):
+        assert tuned.state_dict()["coefficients"].tolist() == [tuned.beta, tuned.gamma]
+    with pytest.raises(RuntimeError, match='Missing key.*"coefficients"'):
+        tuned.load_state_dict(untuned.state_dict())
+    for pair in ((1, 1), (5, 1), (0.5, float("nan")), ("a", 1)):
+        with pytest.raises((TypeError, ValueError), match="must"):
+            untuned.use(*pair)
+    assert untuned.beta == 0.5 and "coefficients" not in untuned.state_dict()
+
+
+def test_beta_so_close_to_1_that_it_is_1_with_gamma():
+    with pytest.raises(ValueError, match="must not be 1"):
+        revdeq.solve(Block(), torch.zeros(3, 6), torch.zeros(3, 6), beta=0.99999995, gamma=1.68)
