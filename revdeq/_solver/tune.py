@@ -12,8 +12,8 @@ nobody knows the eigenvalues of a network, try a few pairs and take the best: th
 
 | f | its eigenvalues | a good pair |
 |---|---|---|
-| attention | all around 0, some beyond 1 in size | beta .7 to .9, gamma .7 to .9 |
-| convolutions with a normalisation | near the real axis | beta 1.1 to 1.4, gamma 1 |
+| attention | all around 0, some beyond 1 in size | beta .7 to 1.1, gamma .7 to .9 |
+| convolutions with a normalisation | near the real axis | beta 1.1 to 1.4, gamma 1 to 1.6 |
 | a gradient step, far below 0 | real, from -3 to 0 | beta .9 to 1.2, gamma .4 to .6 |
 
 With one ellipse around all eigenvalues, of centre c and half-axes p and q, the best pair and its rate are known
