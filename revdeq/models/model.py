@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .._solver.layer import RevDEQ
 from .._solver.options import Exact
 from .blocks import name_of
 
 DATA = "data.safetensors"
+COEFFICIENTS = ("beta", "gamma")
+"""Settings that the weights of a tuned layer bring with them."""
 KIND = "kind"
 """Where the configuration has the name of the class."""
 NEEDED = "needs huggingface_hub and safetensors: pip install 'revdeq[hub]'"
@@ -106,7 +109,14 @@ class Model(
             safetensors.torch.save_file(dict(self.trained["data"]), save_directory / DATA)
 
     @classmethod
-    def _from_pretrained(cls, *, model_id: str, config: Any = None, strict: bool = True, **more: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **more: Any) -> Any:
+        return super().from_pretrained(pretrained_model_name_or_path, asked=more, **more)
+
+    @classmethod
+    def _from_pretrained(
+        cls, *, model_id: str, asked: Any = None, config: Any = None, strict: bool = True, **more: Any
+    ) -> Any:
+        """asked: what the user changes, which `more` has beside all else in the configuration."""
         config = dict(config or {})
         trained, kind = config.pop("trained", None), config.pop(KIND, cls.__name__)
         if kind not in [each.__name__ for each in cls.__mro__]:
@@ -116,9 +126,11 @@ class Model(
             more["state"] = Exact(**more["state"])
         with contextlib.redirect_stdout(sys.stderr):  # the mixin says where it looks
             model = super()._from_pretrained(model_id=model_id, strict=strict, **more)
+        asked = asked or {}
+        used = use(model, asked)
         if trained is not None:
             now = json.loads(json.dumps(model._hub_mixin_config))
-            changed = {key: value for key, value in now.items() if config.get(key) != value}
+            changed = {key: value for key, value in now.items() if key in asked and config.get(key) != value} | used
             if "data" in trained:
                 trained["data"] = _tensors(model_id, more)
             model.trained = as_changed(trained, changed)
@@ -140,6 +152,25 @@ class Model(
             "settings": "\n".join(f"| {key} | {value} |" for key, value in sorted(config.items()) if value is not None),
         }
         return super().generate_model_card(*args, **{**named, **more})
+
+
+def coefficients(model: nn.Module) -> dict[str, Any]:
+    """beta and gamma as they are in use: a number, or one for each layer where they differ."""
+    layers = [m for m in model.modules() if isinstance(m, RevDEQ)]
+    found = {name: [getattr(layer, name) for layer in layers] for name in COEFFICIENTS if layers}
+    return {name: values if len({*values}) > 1 else values[0] for name, values in found.items()}
+
+
+def use(model: nn.Module, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Set the coefficients that are asked for, once the weights are there, which may have brought others. Those that
+    are now others."""
+    before = coefficients(model)
+    layers = [m for m in model.modules() if isinstance(m, RevDEQ)]
+    for name in before.keys() & asked.keys():
+        values = asked[name] if isinstance(asked[name], (list, tuple)) else [asked[name]] * len(layers)
+        for layer, value in zip(layers, values, strict=True):
+            setattr(layer, name, value)
+    return {name: value for name, value in coefficients(model).items() if value != before[name]}
 
 
 def as_changed(trained: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..models import MODELS
-from ..models.model import Model, as_changed
+from ..models.model import Model, as_changed, use
 from . import checkpoint
 from .checkpoint import CheckpointError
 from .presets import Preset
@@ -41,12 +41,13 @@ def loaded(
     else:
         preset = before
     checkpoint.load_weights(model, path, saved)
+    used = use(model, changes)
     if isinstance(model, Model) and preset.model in MODELS:
         known = {key: saved.get(key) for key in ("update", "metric", "metric_name", "split", "shapes", "data")}
         known = {key: value for key, value in known.items() if value is not None and value != ""}
         was, now = before.to_dict(), preset.to_dict()
         changed = {key: now["settings"].get(key) for key in now["settings"] | was["settings"]}
-        changed = {key: value for key, value in changed.items() if value != was["settings"].get(key)}
+        changed = {key: value for key, value in changed.items() if value != was["settings"].get(key)} | used
         model.trained = as_changed({"preset": {**now, "training": was["training"]}, **known}, changed)
     return Loaded(preset, model.to(device).eval(), saved)
 

@@ -102,6 +102,29 @@ def test_a_run_is_loaded_in_one_line_as_its_training_left_it(name, runs, data):
     )
 
 
+def test_coefficients_that_are_asked_for_replace_tuned_ones(runs, tmp_path, monkeypatch, capsys):
+    tuned = revdeq.models.load(runs / "maze-tiny")
+    tuned.save_pretrained(tmp_path / "tuned")
+    assert tuned.equilibrium.beta != 0.8
+    for model in (
+        revdeq.models.load(runs / "maze-tiny", beta=0.6),
+        revdeq.models.load(tmp_path / "tuned", beta=0.6),
+        PuzzleModel.from_pretrained(tmp_path / "tuned", beta=0.6),
+    ):
+        assert (model.equilibrium.beta, model.equilibrium.gamma) == (0.6, tuned.equilibrium.gamma)
+        assert "metric" not in model.trained and model.trained["preset"]["settings"]["beta"] == 0.6
+        model.save_pretrained(tmp_path / "other")
+        assert PuzzleModel.from_pretrained(tmp_path / "other").equilibrium.beta == 0.6
+    # also where they are those that the training began with
+    assert revdeq.models.load(runs / "maze-tiny", beta=0.8).equilibrium.beta == 0.8
+    assert "metric" not in revdeq.models.load(runs / "maze-tiny", beta=0.8).trained
+    evaluated = [
+        said(monkeypatch, capsys, "evaluate", runs / "maze-tiny", "--batches", 1, "--device", "cpu", *more)
+        for more in ((), ("--set", "beta=0.2"))
+    ]
+    assert evaluated[0] != evaluated[1]
+
+
 def test_what_cannot_be_loaded_is_named(runs, tmp_path):
     with pytest.raises(SettingError, match="prefix-tiny has no setting 'max_step' \\(did you mean max_steps"):
         revdeq.models.load(runs / "prefix-tiny", max_step=3)
