@@ -91,11 +91,15 @@ class Model(
                 "choose another"
             )
         if config is None:
-            config = {**(getattr(self, "_hub_mixin_config", None) or {}), KIND: type(self).__name__}
+            config = {**self._settings(), KIND: type(self).__name__}
             if self.trained is not None:
                 tensors = {"data": DATA} if "data" in self.trained else {}
                 config["trained"] = {**self.trained, **tensors}
         return super().save_pretrained(save_directory, config=config, **more)
+
+    def _settings(self) -> dict[str, Any]:
+        """The keywords it was made with, and the coefficients in use, which may have been tuned since."""
+        return {**(getattr(self, "_hub_mixin_config", None) or {}), **coefficients(self)}
 
     def push_to_hub(self, repo_id: str, *, model_card_kwargs: Any = None, **more: Any) -> Any:
         card = {"address": repo_id, **(model_card_kwargs or {})}
@@ -124,9 +128,12 @@ class Model(
         more = {key: value for key, value in more.items() if key not in ("config", "trained", KIND)}
         if isinstance(more.get("state"), dict):
             more["state"] = Exact(**more["state"])
+        asked = asked or {}
+        # A layer's own are no keywords of a model, which has one for all.
+        of_layers = {name: more.pop(name) for name in COEFFICIENTS if isinstance(more.get(name), list)}
         with contextlib.redirect_stdout(sys.stderr):  # the mixin says where it looks
             model = super()._from_pretrained(model_id=model_id, strict=strict, **more)
-        asked = asked or {}
+        use(model, of_layers)
         used = use(model, asked)
         if trained is not None:
             now = json.loads(json.dumps(model._hub_mixin_config))
@@ -139,7 +146,7 @@ class Model(
     def generate_model_card(self, *args: Any, **more: Any) -> Any:
         trained = self.trained or {}
         preset = trained.get("preset") or {}
-        config = getattr(self, "_hub_mixin_config", None) or {}
+        config = self._settings()
         nature = "A reversible deep equilibrium model"
         if not hasattr(self, "equilibria"):
             nature = "An explicit model, to compare with reversible deep equilibrium models"

@@ -29,6 +29,7 @@ from .._solver.layer import RevDEQ, tune_layers
 from ..models import count_parameters
 from ..models.blocks import name_of
 from ..models.equilibrium import last_of
+from ..models.model import coefficients
 from . import checkpoint, record
 from . import data as datasets
 from .checkpoint import CheckpointError
@@ -303,6 +304,7 @@ class Run:
         self.best: float | None = None
         self.order: tuple[int, Tensor] | None = None
         self.signal = 0
+        self.progress: record.Progress | None = None
         # Dropout differs between processes.
         seeds = [_seed(training.seed, "draws", processes.rank, n) for n in range(3)]
         torch.manual_seed(seeds[0])
@@ -312,7 +314,8 @@ class Run:
     def go(self, resume: bool) -> list[dict[str, Any]]:
         dataset = self.dataset
         config = {**self.preset.to_dict(), "parameters": self.parameters, "folder": self.folder}
-        progress = record.Progress(self.total, self.update, dataset.unit, dataset.metric.name, self.quiet)
+        self.progress = record.Progress(self.total, self.update, dataset.unit, dataset.metric.name, self.quiet)
+        progress = self.progress
         if self.processes.first:
             record.write_config(self.out, config)
             record.write_metrics(self.out, self.rows)
@@ -421,6 +424,9 @@ class Run:
             if isinstance(layer, RevDEQ):
                 layer.use(*self.processes.all_of((layer.beta, layer.gamma))[0])
         self.model.train()
+        if self.progress is not None and self.processes.first:
+            found = ", ".join(f"{name} {_rounded(value)}" for name, value in coefficients(self.model).items())
+            self.progress.say(f"tuned after update {self.update:,}: {found}")
 
     def _take_steps(self, most: bool = False) -> None:
         """Where max_steps is a range, those of this update, or the most; the same on all processes."""
@@ -568,6 +574,10 @@ class Run:
             schedule.step()
         self.schedule.load_state_dict(schedule.state_dict())
         self.optimizer.param_groups[0]["lr"] = stand_in.param_groups[0]["lr"]
+
+
+def _rounded(value: float | list[float]) -> str:
+    return f"({', '.join(map(_rounded, value))})" if isinstance(value, list) else f"{value:.3g}"
 
 
 def loss_of(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:

@@ -204,6 +204,32 @@ def test_the_card_says_how_good_the_model_is(runs, tmp_path):
     assert card.data.library_name == "revdeq" and "deep-equilibrium-model" in card.data.tags
 
 
+def test_the_card_and_the_settings_state_the_coefficients_in_use(runs, tmp_path):
+    model = revdeq.models.load(runs / "maze-tiny")
+    model.save_pretrained(tmp_path / "one")
+    beta, gamma = model.equilibrium.beta, model.equilibrium.gamma
+    card, config = ((tmp_path / "one" / name).read_text() for name in ("README.md", "config.json"))
+    assert beta != 0.8 and f"| beta | {beta} |" in card and f"| gamma | {gamma} |" in card
+    assert (json.loads(config)["beta"], json.loads(config)["gamma"]) == (beta, gamma)
+    several = revdeq.models.load(runs / "cifar10-tiny")
+    for tuned in (False, True):  # set by hand, or tuned
+        several.equilibria[1].beta = 0.7
+        if tuned:
+            several.equilibria[0].use(0.6, 1.1)
+        several.save_pretrained(tmp_path / f"several {tuned}")
+        assert (
+            f"| beta | {[layer.beta for layer in several.equilibria]} |"
+            in (tmp_path / f"several {tuned}/README.md").read_text()
+        )
+        found = MultiScale.from_pretrained(tmp_path / f"several {tuned}")
+        assert [(layer.beta, layer.gamma) for layer in found.equilibria] == [
+            (layer.beta, layer.gamma) for layer in several.equilibria
+        ]
+        assert "metric" in found.trained
+        other = MultiScale.from_pretrained(tmp_path / f"several {tuned}", beta=0.5)
+        assert [layer.beta for layer in other.equilibria] == [0.5, 0.5] and "metric" not in other.trained
+
+
 def test_the_card_claims_no_metric_for_settings_that_were_not_evaluated(runs, tmp_path):
     revdeq.models.load(runs / "prefix-tiny").save_pretrained(tmp_path / "as it was")
     revdeq.models.load(runs / "prefix-tiny", max_steps=7).save_pretrained(tmp_path / "loaded")
