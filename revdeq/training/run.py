@@ -33,7 +33,7 @@ from ..models.model import coefficients
 from . import checkpoint, record
 from . import data as datasets
 from .checkpoint import CheckpointError
-from .data import DataSet
+from .data import DataError, DataSet
 from .data.dataset import Batch
 from .presets import Preset, SettingError, Training, configured, nearest
 from .processes import Processes
@@ -536,6 +536,7 @@ class Run:
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
             "scaler": self.scaler.state_dict(),
             "generators": generators,
+            "examples": self._examples_known(),
             "losses": losses,
             "fresh": self.fresh,
             "window": self.window,
@@ -545,7 +546,20 @@ class Run:
         }
         checkpoint.save(self.out / "last.pt", state)
 
+    def _examples_known(self) -> dict[str, Any]:
+        """What tells the training data from others."""
+        return {"size": self.dataset.size, "fingerprint": getattr(self.dataset, "fingerprint", None)}
+
     def load(self, saved: Mapping[str, Any], path: Path) -> None:
+        now = self._examples_known()
+        before = saved.get("examples", now)  # earlier versions did not keep it
+        if before != now:
+            other = f"on {before['size']:,} examples, and data has {now['size']:,}"
+            same = "on other examples, or in another order"
+            raise DataError(
+                f"{path} was trained {other if before['size'] != now['size'] else same}: to go on, pass the data that "
+                "it began with, or what it held out would be trained on; or choose another --out (out)"
+            )
         checkpoint.load_weights(self.model, path, saved)
         self.optimizer.load_state_dict(saved["optimizer"])
         self.update, self.seconds, self.best = saved["update"], saved["seconds"], saved["best"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import revdeq
 from revdeq import __main__
@@ -276,6 +276,43 @@ def test_a_longer_run_follows_the_schedule_of_its_new_length(tmp_path):
     rates = [{row["update"]: row["lr"] for row in rows} for rows in (whole, longer)]
     assert [rates[1][update] for update in range(7, 13)] == [rates[0][update] for update in range(7, 13)]
     assert abs(rates[1][6]) < 1e-12 < rates[1][7]  # where the shorter run ended
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        (circle(100), "was trained on 180 examples, and data has 90: to go on, pass the data that it began with"),
+        (
+            tuple(part.flip(0) for part in circle()),
+            "was trained on other examples, or in another order: to go on, pass",
+        ),
+        (TensorDataset(*(part.flip(0) for part in circle())), "was trained on other examples, or in another order"),
+        (Examples(circle(180), valid=circle(20)), "was trained on other examples"),
+    ],
+    ids=["fewer", "others", "others of a Dataset", "another valid"],
+)
+def test_a_run_does_not_go_on_with_other_data(other, message, tmp_path):
+    train_quietly(own_model(), circle(), tmp_path / "run", epochs=1)
+    with pytest.raises(DataError) as told:
+        train_quietly(own_model(), other, tmp_path / "run", resume=True, epochs=2)
+    assert message in str(told.value)
+    last = tmp_path / "run/last.pt"
+    saved = checkpoint.load(last)
+    del saved["examples"]  # as before they were kept
+    checkpoint.save(last, saved)
+    assert len(train_quietly(own_model(), other, tmp_path / "run", resume=True, epochs=2))
+
+
+def test_examples_that_are_drawn_anew_each_time_can_be_gone_on_with(tmp_path):
+    class Noisy(Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, i):
+            return torch.randn(2), i % 2
+
+    for epochs in (1, 2):
+        train_quietly(own_model(), Noisy(), tmp_path / "run", resume=True, epochs=epochs, batch=4)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,18 @@
 """Data of one's own."""
 
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from .dataset import ACCURACY, ERROR, Batch
 from .files import DataError
+
+LOOKED_AT = 1000
+"""Of the examples of a part, at most, to tell whether they are the same."""
 
 
 class Examples:
@@ -59,6 +63,20 @@ class Examples:
 
     def describe(self) -> str:
         return f"data of your own: {self.size:,} training, {len(self.parts['valid'][1]):,} valid examples"
+
+    @property
+    def fingerprint(self) -> str:
+        """Whether these are the same examples, in the same order, as others. Those of a Dataset may be random: only
+        their number is known."""
+        check = 0
+        for source, _ in self.parts.values():
+            tensors = (
+                source.tensors if isinstance(source, TensorDataset) else source if isinstance(source, tuple) else ()
+            )
+            for part in tensors:
+                some = part[:: 1 + len(part) // LOOKED_AT].detach().cpu().contiguous()
+                check = zlib.crc32(some.reshape(-1).view(torch.uint8).numpy().tobytes(), check)
+        return f"{self.size} + {len(self.parts['valid'][1])} examples, {check:08x}"
 
     def to(self, device: torch.device) -> "Examples":
         self.device = device
