@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import os
 import random
 import signal
 import sys
@@ -122,6 +123,7 @@ def train(
         SettingError: The settings do not go together, or the model does not fit the data.
         Diverged: The loss is NaN or infinite.
         Stopped: A signal ended the training.
+        TypeError: model is none of these.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 8), revdeq.RevDEQ(Block(8)), nn.Linear(8, 2))
@@ -136,9 +138,25 @@ def train(
         if isinstance(model, nn.Module):
             own, preset = model, Preset(type(model).__name__, "", type(model).__name__, {}, _training(settings))
             return _train(own, preset, data, None, Path(out), resume, processes, quiet, callback)
+        if not isinstance(model, (str, Preset)):
+            raise TypeError(_no_model(model))
+        if data is not None and not isinstance(data, (str, os.PathLike)):
+            raise DataError(
+                f"data is of type {type(data).__name__}: for a preset it is the folder with the files of its data set; "
+                "to train on data of your own, pass a module as model"
+            )
         preset = configured(model, settings) if isinstance(model, str) else model.changed(settings)
         folder = None if data is None else Path(data)
         return _train(None, preset, None, folder, Path(out), resume, processes, quiet, callback)
+
+
+def _no_model(model: Any) -> str:
+    name = getattr(model, "__name__", "model")
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        return f"model is the class {name}: make one, train({name}(...), ...)"
+    if callable(model):
+        return f"model is a function: call it, train({name}(), ...)"
+    return f"model is of type {type(model).__name__}: pass a module, or the name of a preset"
 
 
 def _training(settings: Mapping[str, Any]) -> Training:
@@ -325,8 +343,7 @@ class Run:
                 f"{self.preset.name}: {self.parameters:,} parameters{quoted}, {self.total:,} updates, in {self.out}"
             )
             if resume:
-                at = f"continuing at update {self.update:,}" if self.update else "no checkpoint yet: from the beginning"
-                progress.say(at)
+                progress.say(self._where_it_goes_on())
         start = time.perf_counter() - self.seconds
         since, done = time.perf_counter(), self.update  # of the updates since the last row
         try:
@@ -361,6 +378,18 @@ class Run:
         if self.processes.first and self.rows:
             record.plot(self.out, self.rows, dataset.metric.name)
         return self.rows
+
+    def _where_it_goes_on(self) -> str:
+        if not self.update:
+            return "no checkpoint yet: from the beginning"
+        if self._settled():
+            return f"finished at update {self.update:,}: lr fell below {SMALLEST_LR}, where this schedule ends"
+        if self.update < self.total:
+            return f"continuing at update {self.update:,}"
+        fewer = f", more than the {self.total:,} that are asked for" if self.update > self.total else ""
+        limit = "epochs" if self.training.epochs * self.batches == self.total else "updates"
+        least = self.update // self.batches + 1 if limit == "epochs" else self.update + 1
+        return f"finished at update {self.update:,}{fewer}: to go on, --set {limit}=N ({limit}=N), {least:,} or more"
 
     def _step(self) -> Tensor:
         """One update of the parameters; its loss, of this process."""

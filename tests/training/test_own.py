@@ -180,6 +180,25 @@ def test_what_cannot_be_trained_is_said_before_anything_is_written(model, data, 
     assert message in str(told.value) and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (own_model, "model is a function: call it, train(own_model(), ...)"),
+        (nn.Linear, "model is the class Linear: make one, train(Linear(...), ...)"),
+        (3, "model is of type int: pass a module, or the name of a preset"),
+    ],
+)
+def test_what_is_no_model_is_said(model, message, tmp_path):
+    with pytest.raises(TypeError) as told:
+        train_quietly(model, circle(), tmp_path / "run")
+    assert str(told.value) == message
+
+
+def test_a_preset_takes_no_data_of_ones_own(tmp_path):
+    with pytest.raises(DataError, match="data is of type tuple: for a preset it is the folder with the files"):
+        train_quietly("prefix-tiny", circle(), tmp_path / "run")
+
+
 def test_an_unknown_setting_of_a_training_is_named(tmp_path):
     with pytest.raises(
         SettingError, match="there is no setting 'epoch' \\(did you mean epochs\\?\\): there are epochs,"
@@ -263,9 +282,26 @@ def test_a_run_goes_on_with_its_own_settings_and_for_longer(tmp_path, monkeypatc
     assert all(torch.equal(a["model"][key], b["model"][key]) for key in a["model"])
     for arguments in (["prefix-tiny", "--out", tmp_path / "run", "--resume"], ["--resume", tmp_path / "run"]):
         assert command(monkeypatch, "train", *arguments, "--device", "cpu") == 0  # there is nothing left to do
-        assert "11 updates" in capsys.readouterr().out
+        assert "finished at update 11: to go on, --set updates=N (updates=N), 12 or more" in capsys.readouterr().out
+    assert command(monkeypatch, "train", "--resume", tmp_path / "run", "--device", "cpu", "--set", "updates=3") == 0
+    assert "finished at update 11, more than the 3 that are asked for: to go on, " in capsys.readouterr().out
     assert command(monkeypatch, "train", "--resume", tmp_path / "run", "--set", "lr=1", "--device", "cpu") == 1
     assert "is of another run, with lr=0.004 (asked for: 1)" in capsys.readouterr().err
+
+
+def test_a_run_that_is_finished_says_what_limits_it(tmp_path, capsys):
+    settings = {"epochs": 2, "batch": 20}
+    for more in ({}, {"schedule": "cosine"}):
+        out = tmp_path / str(len(more))
+        train_quietly(own_model(), circle(), out, **settings, **more)
+        if not more:  # as where the loss no longer improves
+            saved = checkpoint.load(out / "last.pt")
+            saved["optimizer"]["param_groups"][0]["lr"] = 1e-7
+            checkpoint.save(out / "last.pt", saved)
+        revdeq.train(own_model(), circle(), out, resume=True, device="cpu", **settings, **more)
+    told = capsys.readouterr().out
+    assert "finished at update 18: lr fell below 1e-06, where this schedule ends" in told
+    assert "finished at update 18: to go on, --set epochs=N (epochs=N), 3 or more" in told
 
 
 def test_a_longer_run_follows_the_schedule_of_its_new_length(tmp_path):
