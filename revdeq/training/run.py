@@ -303,6 +303,8 @@ class Run:
         model = model if model is not None else preset.build(**dataset.shapes)
         if processes.size > 1 and processes.device.type != "cpu":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if of_others:
+            _check_parameters(model)
         self.model = model.to(processes.device)
         if of_others:
             self._try_out()
@@ -422,7 +424,7 @@ class Run:
         generators = checkpoint.generators(self.processes.device)
         batch = self.dataset.order(_generator(self.training.seed, "order", 0))[: self.training.batch]
         inputs, targets, _ = self.dataset.batch(batch, _generator(self.training.seed, "augmentation", 0))
-        classes = targets
+        classes, doubt = targets, _not_finite(inputs, targets)
         inputs, targets = inputs[:2], targets[:2]
         model = copy.deepcopy(self.model).train()
         block = self.preset.settings.get("block")
@@ -433,8 +435,9 @@ class Run:
             wrong = _misfit(outputs, targets) or _out_of_range(outputs, classes)
             if not wrong:
                 loss_of(outputs, targets).backward()
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        except (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError) as error:
             wrong = f"{type(error).__name__}: {error}"
+            wrong = f"{doubt} ({wrong})" if doubt else wrong
         finally:
             checkpoint.restore_generators(generators, self.processes.device)
         if wrong:
@@ -467,12 +470,14 @@ class Run:
             if isinstance(layer, RevDEQ):
                 layer.max_steps = high if most else int(drawn)
 
-    def _batch(self) -> Batch:
-        epoch, i = divmod(self.update, self.batches)
+    def _batch(self, update: int | None = None) -> Batch:
+        """That of an update, counted from 0; None is the one to be made."""
+        update = self.update if update is None else update
+        epoch, i = divmod(update, self.batches)
         if self.order is None or self.order[0] != epoch:
             self.order = epoch, self.dataset.order(_generator(self.training.seed, "order", epoch))
         indices = self.order[1][i * self.training.batch : (i + 1) * self.training.batch]
-        return self.dataset.batch(indices, _generator(self.training.seed, "augmentation", self.update))
+        return self.dataset.batch(indices, _generator(self.training.seed, "augmentation", update))
 
     def _due(self) -> str:
         if self.update == self.total or self.update % (self.training.evaluate_every or self.batches) == 0:
@@ -513,6 +518,9 @@ class Run:
 
     def _diverged(self, update: int, what: str) -> Diverged:
         last = self.out / "last.pt"
+        inputs, targets, _ = self._batch(update - 1)
+        if doubt := _not_finite(inputs, targets):
+            return Diverged(f"update {update:,} has bad data: {doubt} ({what})")
         return Diverged(
             f"update {update:,}: {what}. The training diverged: try a smaller lr (it was {self.training.lr}), clip=1.0,"
             f" a longer warmup, a smaller beta or fewer steps.{f' {last} is from before.' if last.exists() else ''}"
@@ -627,7 +635,29 @@ def loss_of(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor
     """The cross-entropy of logits, or the squared error where targets are not classes but numbers."""
     if targets.is_floating_point():
         return F.mse_loss(outputs.float(), targets.float(), reduction=reduction)
-    return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten(), reduction=reduction)
+    return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten().long(), reduction=reduction)
+
+
+def _check_parameters(model: nn.Module) -> None:
+    name = type(model).__name__
+    if any(nn.parameter.is_lazy(p) for p in model.parameters()):
+        raise SettingError(
+            f"model={name} has lazy layers, whose parameters are not there yet: call it with a batch of inputs once, "
+            "and train it then"
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise SettingError(
+            f"model={name} has no parameter that requires a gradient, and so nothing to train: use "
+            "model.requires_grad_() on what is to learn"
+        )
+
+
+def _not_finite(inputs: Tensor, targets: Tensor) -> str:
+    """Where a batch has NaN or infinity in it. Some models take these, and so they are looked for only in trouble."""
+    for name, part in (("inputs", inputs), ("targets", targets)):
+        if not bool(part.isfinite().all()):
+            return f"{name} in this batch are NaN or infinite: clean the data, with {name}.isfinite(), for example"
+    return ""
 
 
 def _misfit(outputs: Any, targets: Tensor) -> str:

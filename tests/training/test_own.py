@@ -155,6 +155,23 @@ def test_numbers_as_targets_are_fitted_by_their_squared_error(tmp_path):
     assert rows[-1]["metric"] == pytest.approx(error.item(), rel=1e-5)
 
 
+class Pairs(Dataset):
+    """As many examples as a circle has, made of their number."""
+
+    def __init__(self, example):
+        self.example = example
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, i):
+        return self.example(i)
+
+
+def frozen():
+    return own_model().requires_grad_(False)
+
+
 @pytest.mark.parametrize(
     "model, data, error, message",
     [
@@ -165,13 +182,63 @@ def test_numbers_as_targets_are_fitted_by_their_squared_error(tmp_path):
             "model=Linear cannot be trained on this data, inputs of shape (2, 2)",
         ),
         (nn.Linear(2, 1), circle(), SettingError, "it tells 1 classes apart, and targets go from 0 to 1"),
-        (nn.Flatten(0), circle(), SettingError, "it returns the shape (4,), and must return (2, 'classes')"),
+        (
+            nn.Sequential(nn.Linear(2, 2), nn.Flatten(0)),
+            circle(),
+            SettingError,
+            "it returns the shape (4,), and must return (2, 'classes')",
+        ),
         (nn.LSTM(2, 2), circle(), SettingError, "it returns a tuple, and must return a tensor"),
         (nn.Linear(2, 2), (circle()[0], circle()[0][:, 0]), SettingError, "must return that of targets, (2,)"),
         (nn.Linear(2, 2), circle(5), DataError, "data of 5 examples: without valid, at least 10"),
         (nn.Linear(2, 2), (circle()[0], circle(3)[1]), DataError, "data has 200 inputs and 3 targets: pass one target"),
         (nn.Linear(2, 2), DataLoader(TensorDataset(*circle())), DataError, "data is a DataLoader: pass its dataset"),
         (nn.Linear(2, 2), 3, DataError, "data is of type int: pass a pair of tensors"),
+        (
+            own_model(),
+            Pairs(lambda i: {"x": torch.ones(2), "y": 0}),
+            DataError,
+            "an example of data is of type dict ('x', 'y'): __getitem__ of the Dataset must return a pair, (input,",
+        ),
+        (
+            own_model(),
+            Pairs(lambda i: (torch.ones(2), 0, 0)),
+            DataError,
+            "is of type tuple (Tensor, int, int): __getit",
+        ),
+        (
+            own_model(),
+            Pairs(lambda i: (torch.ones(2), "a")),
+            DataError,
+            "its input and its target must be tensors, arr",
+        ),
+        (own_model(), Pairs(lambda i: (torch.ones(2 + i), 0)), DataError, "data cannot be put side by side: stack exp"),
+        (
+            own_model(),
+            tuple(part.numpy() for part in circle()),
+            DataError,
+            "data is of type tuple (ndarray, ndarray): pass a pair of tensors, (inputs, targets), or a torch.utils."
+            "data.Dataset of pairs that has a length; torch.from_numpy(x) makes a tensor of an array",
+        ),
+        (
+            own_model(),
+            (*circle(), circle()[1]),
+            DataError,
+            "data is of type tuple (Tensor, Tensor, Tensor): pass a pair",
+        ),
+        (
+            own_model(),
+            (circle()[0] * math.nan, circle()[1]),
+            SettingError,
+            "inputs in this batch are NaN or infinite: clean the data, with inputs.isfinite(), for example",
+        ),
+        (nn.LazyLinear(2), circle(), SettingError, "model=LazyLinear has lazy layers, whose parameters are not there"),
+        (
+            frozen(),
+            circle(),
+            SettingError,
+            "model=Sequential has no parameter that requires a gradient, and so nothing",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_said_before_anything_is_written(model, data, error, message, tmp_path):
@@ -197,6 +264,26 @@ def test_what_is_no_model_is_said(model, message, tmp_path):
 def test_a_preset_takes_no_data_of_ones_own(tmp_path):
     with pytest.raises(DataError, match="data is of type tuple: for a preset it is the folder with the files"):
         train_quietly("prefix-tiny", circle(), tmp_path / "run")
+
+
+def test_a_loss_that_is_infinite_because_of_the_data_is_told_as_such(tmp_path):
+    points, _ = circle()
+    targets = points.clone()
+    targets[7] = math.inf
+    with pytest.raises(
+        train.Diverged, match=r"update \d has bad data: targets in this batch are NaN or infinite: .*the loss is inf"
+    ):
+        train_quietly(nn.Linear(2, 2), (points, targets), tmp_path / "run", epochs=1, batch=20)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
+def test_classes_may_be_integers_of_any_size(dtype, tmp_path):
+    points, inside = circle()
+    losses = [
+        train_quietly(own_model(), (points, targets), tmp_path / name, epochs=1)[-1]["evaluation_loss"]
+        for name, targets in (("long", inside), ("other", inside.to(dtype)))
+    ]
+    assert losses[0] == losses[1]
 
 
 def test_an_unknown_setting_of_a_training_is_named(tmp_path):
