@@ -325,7 +325,12 @@ def test_a_block_that_does_not_fit_is_said_before_anything_is_written(block, mes
 def test_a_block_from_the_command_line_is_trained_resumed_and_loaded_by_name_only(mine, monkeypatch, capsys):
     arguments = [part for key, value in PUZZLE.items() for part in ("--set", f"{key}={value}")]
     assert command(monkeypatch, "train", "prefix-tiny", "--device", "cpu", "--block", "mine:Block", *arguments) == 0
-    assert command(monkeypatch, "train", "--resume", "runs/prefix-tiny", "--device", "cpu", "--set", "updates=8") == 0
+    longer = ("train", "--resume", "runs/prefix-tiny", "--device", "cpu", "--set", "updates=8")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "mine", None)  # to import it would be an error
+        assert command(monkeypatch, *longer) == 1
+        assert "runs/prefix-tiny was trained with block='mine:Block', which is code" in capsys.readouterr().err
+    assert command(monkeypatch, *longer, "--block", "mine:Block") == 0
     assert "continuing at update 6" in capsys.readouterr().out
     assert command(monkeypatch, "evaluate", "runs/prefix-tiny", "--batches", 1, "--device", "cpu") == 1
     said = "was trained with block='mine:Block', which is code, and no checkpoint holds code: pass the class as block"
