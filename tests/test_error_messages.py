@@ -806,7 +806,7 @@ UNSEEN = {
 }  # fmt: skip
 
 MADE_BEFORE = {
-    "'; '.join(map(str, wrong))",  # of images that cannot be read
+    "'\\n'.join(map(str, wrong))",  # of images that cannot be read
     "_no_model(model)",  # test_own.py
     "1",  # an exit code
     "text",  # of Monitor, "beyond float64's range"

@@ -471,3 +471,21 @@ def test_what_cannot_be_classified_is_named(runs, pictures, tmp_path, monkeypatc
         told.extend(classify(run, [pictures], device="cpu"))
     readable = {file.name for file in pictures.iterdir() if file.suffix != ".txt"} - {"f.png"}
     assert {guess.file.name for guess in told} == readable
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_damage_of_any_kind_is_told_after_all_that_can_be_read(batch, runs, pictures):
+    whole = (pictures / "a.png").read_bytes()
+    damaged = {
+        "0 empty.png": b"",
+        "1 header.png": whole.replace(b"\0\0\0\rIHDR", b"\0\0\0\0IHDR"),  # a ValueError of its decoder's
+        "2 cut.png": whole[: len(whole) // 2],
+    }
+    for name, content in damaged.items():
+        (pictures / name).write_bytes(content)
+    told = []
+    with pytest.raises(DataError) as error:
+        told.extend(classify(runs / "cifar10-tiny", [pictures], device="cpu", batch=batch))
+    assert [guess.file.name for guess in told] == ["a.png", "b.JPG", "c.png", "d.png", "e.gif"]
+    lines = str(error.value).splitlines()
+    assert len(lines) == 3 and all(f"{name} cannot be read" in line for name, line in zip(damaged, lines, strict=True))
