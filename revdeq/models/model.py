@@ -40,12 +40,17 @@ CARD = """\
 {{ settings }}
 """
 
+UNREADABLE: tuple[type[Exception], ...] = (OSError, json.JSONDecodeError, UnicodeDecodeError)
+"""Of a folder that is damaged, or of a name that the Hub does not have."""
 if TYPE_CHECKING:
     from huggingface_hub import PyTorchModelHubMixin as Mixin
 else:
     try:
-        import safetensors.torch  # noqa: F401
+        import safetensors.torch
         from huggingface_hub import PyTorchModelHubMixin as Mixin
+        from huggingface_hub.errors import HFValidationError
+
+        UNREADABLE = (*UNREADABLE, HFValidationError, safetensors.SafetensorError)
     except ImportError:
 
         class Mixin:
@@ -114,7 +119,16 @@ class Model(
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **more: Any) -> Any:
-        return super().from_pretrained(pretrained_model_name_or_path, asked=more, **more)
+        name = pretrained_model_name_or_path
+        folder = Path(name) if Path(name).is_dir() else None
+        try:
+            if folder is not None and not (folder / "config.json").is_file():  # the mixin would go on without
+                raise FileNotFoundError("there is no config.json in it")
+            return super().from_pretrained(name, asked=more, **more)
+        except UNREADABLE as error:
+            if folder is not None:
+                raise ValueError(f"{name} cannot be read as a model that save_pretrained wrote: {error}") from error
+            raise OSError(f"there is no folder {name}, and it cannot be read from the Hub: {error}") from error
 
     @classmethod
     def _from_pretrained(
@@ -126,9 +140,14 @@ class Model(
         if kind not in [each.__name__ for each in cls.__mro__]:
             raise ValueError(f"{model_id} holds a {kind}, not a {cls.__name__}: use {kind}.from_pretrained")
         more = {key: value for key, value in more.items() if key not in ("config", "trained", KIND)}
+        asked = asked or {}
+        if isinstance(more.get("block"), str) and "block" not in asked:
+            raise TypeError(
+                f"{model_id} was saved with block={more['block']!r}, which is code, and no file holds code: pass the "
+                f"class, from_pretrained({model_id!r}, block={more['block'].rpartition(':')[2]})"
+            )
         if isinstance(more.get("state"), dict):
             more["state"] = Exact(**more["state"])
-        asked = asked or {}
         # A layer's own are no keywords of a model, which has one for all.
         of_layers = {name: more.pop(name) for name in COEFFICIENTS if isinstance(more.get(name), list)}
         with contextlib.redirect_stdout(sys.stderr):  # the mixin says where it looks

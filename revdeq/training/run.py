@@ -29,7 +29,7 @@ from .. import _device
 from .._solver.layer import RevDEQ, tune_layers
 from ..models import count_parameters
 from ..models.blocks import name_of
-from ..models.equilibrium import last_of
+from ..models.equilibrium import OPTIONS, last_of
 from ..models.model import coefficients
 from . import checkpoint, record
 from . import data as datasets
@@ -161,7 +161,12 @@ def _no_model(model: Any) -> str:
 
 def _training(settings: Mapping[str, Any]) -> Training:
     known = [field.name for field in dataclasses.fields(Training)]
-    for name in settings:
+    for name, value in settings.items():
+        if name in OPTIONS:
+            raise SettingError(
+                f"{name}={value!r} is an option of the layers in your model, not of the training: set it where they "
+                f"are made, RevDEQ(f, {name}={value!r})"
+            )
         if name not in known:
             raise SettingError(f"there is no setting {name!r}{nearest(name, known)}: there are {', '.join(known)}")
     return Training(**settings)

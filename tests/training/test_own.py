@@ -291,6 +291,11 @@ def test_an_unknown_setting_of_a_training_is_named(tmp_path):
         SettingError, match="there is no setting 'epoch' \\(did you mean epochs\\?\\): there are epochs,"
     ):
         train_quietly(own_model(), circle(), tmp_path, epoch=3)
+    for name, meant in (("learning_rate", "lr"), ("batch_size", "batch"), ("steps", "updates")):
+        with pytest.raises(SettingError, match=f"there is no setting '{name}' \\(did you mean {meant}\\?\\)"):
+            train_quietly(own_model(), circle(), tmp_path, **{name: 3})
+    with pytest.raises(SettingError, match="max_steps=2 is an option of the layers in your model, not of the training"):
+        train_quietly(own_model(), circle(), tmp_path, max_steps=2)
 
 
 def test_importing_the_package_imports_no_training():

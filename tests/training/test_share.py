@@ -128,6 +128,11 @@ def test_coefficients_that_are_asked_for_replace_tuned_ones(runs, tmp_path, monk
 def test_what_cannot_be_loaded_is_named(runs, tmp_path):
     with pytest.raises(SettingError, match="prefix-tiny has no setting 'max_step' \\(did you mean max_steps"):
         revdeq.models.load(runs / "prefix-tiny", max_step=3)
+    with pytest.raises(SettingError, match="--device cuda:77: this machine has .*; use cpu, or leave it out"):
+        revdeq.models.load(runs / "prefix-tiny", device="cuda:77")
+    assert next(revdeq.models.load(runs / "prefix-tiny", device="meta").parameters()).is_meta
+    with pytest.raises(CheckpointError, match=r"of another model \(was it trained with another than channels=8\?\): E"):
+        revdeq.models.load(runs / "prefix-tiny", channels=8)
     with pytest.raises(CheckpointError, match="max_steps can be changed in the model that you pass, before you do"):
         revdeq.models.load(runs / "prefix-tiny", PuzzleModel(channels=4), max_steps=3)
     with pytest.raises(CheckpointError, match="has the weights of another model"):
@@ -286,8 +291,10 @@ def test_a_block_of_ones_own_is_named_and_not_shared(tmp_path):
     model = SingleScale(channels=4, block=Tanh)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["block"].endswith(":Tanh")
-    with pytest.raises(TypeError, match="must be the class itself"):
+    with pytest.raises(TypeError, match=r"was saved with block='.*:Tanh', which is code, .*, block=Tanh\)"):
         SingleScale.from_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="must be the class itself"):
+        SingleScale.from_pretrained(tmp_path, block="mine:Tanh")
     found = SingleScale.from_pretrained(tmp_path, block=Tanh)
     x = torch.randn(1, 3, 32, 32)
     assert torch.equal(found(x), model.eval()(x))
@@ -312,6 +319,32 @@ def test_weights_that_are_missing_are_an_error(tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(RuntimeError, match="classify.bias"):
         SingleScale.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("config.json", None, "there is no config.json in it"),
+        ("config.json", b"{", "Expecting property name"),
+        ("config.json", b"\xff\xfe{", "'utf-8' codec can't decode"),
+        ("model.safetensors", None, "No such file"),
+        ("model.safetensors", b"12345678", "header"),
+    ],
+)
+def test_a_shared_folder_that_is_damaged_is_told_like_a_damaged_run(name, content, message, tmp_path):
+    SingleScale(channels=4).save_pretrained(tmp_path)
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"cannot be read as a model that save_pretrained wrote: .*{message}"):
+        SingleScale.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["sharde", "someone/sharde", "runs/of/mine"])
+def test_what_is_neither_a_folder_nor_on_the_hub_is_said_to_be_neither(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match=f"there is no folder {name}, and it cannot be read from the Hub: "):
+        SingleScale.from_pretrained(name, local_files_only=True)
 
 
 def test_pushing_sends_the_weights_the_settings_and_the_card(runs):
