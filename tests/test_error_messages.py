@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import pickle
 import re
+import zipfile
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +25,7 @@ import revdeq
 from revdeq import kernels
 from revdeq.examples import ddp, needs
 from revdeq.kernels import Radix, backends, cpu, operators, reference_exact
-from revdeq.models import LanguageModel, MultiScale, PuzzleModel, SingleScale, Transformer
+from revdeq.models import ConvBlock, LanguageModel, MultiScale, PuzzleModel, SingleScale, Transformer
 from revdeq.training import checkpoint, data, record
 from revdeq.training.checkpoint import CheckpointError
 from revdeq.training.data import DataError, cifar10, download, encoding, wikitext
@@ -464,6 +465,23 @@ def shared_into_a_run(files):
     SingleScale(channels=8).save_pretrained(files.put("last.pt", b"").parent)
 
 
+def shared_in_part(files):
+    SingleScale(channels=8).save_pretrained(files.folder)
+    (files.folder / "config.json").unlink()
+    SingleScale.from_pretrained(files.folder)
+
+
+def shared_and_damaged(files):
+    SingleScale(channels=8).save_pretrained(files.folder)
+    files.put("config.json", b"{")
+    SingleScale.from_pretrained(files.folder)
+
+
+def shared_with_a_block(files):
+    SingleScale(channels=8, block=lambda channels, width: ConvBlock(channels)).save_pretrained(files.folder)
+    SingleScale.from_pretrained(files.folder)
+
+
 def shared_as_another(files):
     SingleScale(channels=8).save_pretrained(files.folder)
     PuzzleModel.from_pretrained(files.folder)
@@ -477,6 +495,15 @@ MODELS = [
      "save_directory = 'FOLDER' is the folder of a run, whose config.json would be lost: choose another"),
     ("read as another kind", shared_as_another, ValueError,
      "FOLDER holds a SingleScale, not a PuzzleModel: use SingleScale.from_pretrained"),
+    ("shared in part", shared_in_part, ValueError,
+     "FOLDER cannot be read as a model that save_pretrained wrote: there is no config.json in it"),
+    ("shared and damaged", shared_and_damaged, ValueError,
+     "FOLDER cannot be read as a model that save_pretrained wrote: Expecting…"),
+    ("neither a folder nor on the Hub", lambda: SingleScale.from_pretrained("sharde", local_files_only=True), OSError,
+     "there is no folder sharde, and it cannot be read from the Hub: …"),
+    ("shared without its block", shared_with_a_block, TypeError,
+     "FOLDER was saved with block='…', which is code, and no file holds code: pass the class, "
+     "from_pretrained('FOLDER', block=…)"),
     ("a block that is a name", making(SingleScale, block="mine:Block"), TypeError,
      "block = 'mine:Block' must be the class itself, or a function, that block(channels, width) makes a module f(z, x) "
      "of"),
@@ -588,6 +615,13 @@ SETTINGS = [
      "cifar10-tiny has no setting 'stepz' (did you mean steps?): it has …"),
     ("an unknown model", setting("model=resnt"), SettingError,
      "model='resnt': there is no such model (did you mean resnet?)"),
+    ("a model of other data", lambda: configured("cifar10-tiny", {"model": "transformer"}).build(classes=10),
+     SettingError,
+     "model='transformer' cannot be trained on cifar10: choose one of single-scale, multi-scale, resnet"),
+    ("a block in a file", setting("block=mine.py:Block"), SettingError,
+     "block='mine.py:Block': it must be module:Class, mine:Block for class Block in mine.py, for example"),
+    ("another name of a setting", setting("learning_rate=1"), SettingError,
+     "cifar10-tiny has no setting 'learning_rate' (did you mean lr?): it has …"),
     ("lr is text", setting("lr=fast"), SettingError, "lr='fast': it must be float"),
     ("lr is negative", setting("lr=-1"), SettingError, "lr=-1: it must be larger than 0"),
     ("seed is negative", setting("seed=-1"), SettingError, "seed=-1: it must be 0 or larger"),
@@ -680,11 +714,29 @@ def saved(content):
     return run
 
 
+def half_a_checkpoint(files):
+    saved({"format": checkpoint.FORMAT})(files)
+    whole = (files.folder / "last.pt").read_bytes()
+    files.put("best.pt", whole)
+    checkpoint.load(files.put("last.pt", whole[: len(whole) // 2]))
+
+
+def damaged_checkpoint(files):
+    with zipfile.ZipFile(files.folder / "last.pt", "w") as archive:
+        archive.writestr("notes.txt", "of another kind")
+    checkpoint.load(files.folder / "last.pt")
+
+
+def changed_model(files):
+    state = {"model": nn.Linear(3, 2).state_dict()}
+    checkpoint.load_weights(nn.Linear(2, 2), files.folder / "last.pt", state, {"channels": 32})
+
+
 def other_weights(files):
     checkpoint.load_weights(nn.Linear(2, 2), files.folder / "last.pt", {"model": nn.Linear(3, 2).state_dict()})
 
 
-PUT_IT_THERE = "Put it there, packed or unpacked, or let `train --download` fetch it:\n  FOLDER/"
+PUT_IT_THERE = "Put it there, packed or unpacked, or let --download (of train and evaluate) fetch it:\n  FOLDER/"
 
 FILES = [
     ("no images", lambda files: cifar10.find(files.folder), DataError,
@@ -748,12 +800,23 @@ FILES = [
      CheckpointError, "FOLDER cannot be read as a model that save_pretrained wrote: …"),
     ("a damaged config", lambda files: record.read_config(files.put("config.json", b"{").parent), CheckpointError,
      "FOLDER/config.json cannot be read: …; name the preset and its settings again"),
-    ("a damaged checkpoint", lambda files: checkpoint.load(files.put("last.pt", b"PK")), CheckpointError,
-     "FOLDER/last.pt cannot be read as a checkpoint, damaged or of another program: …"),
+    ("half a checkpoint", half_a_checkpoint, CheckpointError,
+     "FOLDER/last.pt cannot be read as a checkpoint: its end is missing; copy it again. There is FOLDER/best.pt beside "
+     "it"),
+    ("a damaged checkpoint", damaged_checkpoint, CheckpointError,
+     "FOLDER/last.pt cannot be read as a checkpoint: it is damaged (…); copy it again"),
+    ("a text as a checkpoint", lambda files: checkpoint.load(files.put("last.pt", b"hello")), CheckpointError,
+     "FOLDER/last.pt cannot be read as a checkpoint: it is of another program; name a checkpoint that `python -m "
+     "revdeq train` wrote"),
+    ("a checkpoint with code", saved({"f": Files}), CheckpointError,
+     "FOLDER/last.pt cannot be read as a checkpoint: it is damaged, or holds code, which is not run; get it again, "
+     "from a source that you trust"),
     ("another program's checkpoint", saved({"epoch": 3}), CheckpointError,
      "FOLDER/last.pt is not a checkpoint of `python -m revdeq train` (format …)"),
     ("another model's checkpoint", other_weights, CheckpointError,
      "FOLDER/last.pt has the weights of another model: …size mismatch for weight…"),
+    ("a model that was changed", changed_model, CheckpointError,
+     "FOLDER/last.pt has the weights of another model (was it trained with another than channels=32?): …size mis…"),
     ("no folder", lambda files: data.load("cifar10", None, {}), DataError,
      "cifar10 is read from files: say with --data DIR in which folder they are"),
     ("no image to train on", lambda files: images("data_batch_3.bin", bytes(cifar10.RECORD), held_out=1)(files),
@@ -806,7 +869,8 @@ UNSEEN = {
 }  # fmt: skip
 
 MADE_BEFORE = {
-    "'; '.join(map(str, wrong))",  # of images that cannot be read
+    "'\\n'.join(map(str, wrong))",  # of images that cannot be read
+    "_no_model(model)",  # test_own.py
     "1",  # an exit code
     "text",  # of Monitor, "beyond float64's range"
     "OTHER_TENSORS",  # "what f closes over is replaced"

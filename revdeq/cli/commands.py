@@ -102,6 +102,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple["Preset", Path]:
     from ..models import MODELS
     from ..training import record
     from ..training.presets import PRESETS, Preset, SettingError, configured
+    from ..training.restore import described
 
     name, out, resume, changes = arguments.preset, arguments.out, arguments.resume, _changes(arguments)
     if resume and name is None and not Path(resume).exists() and resume in PRESETS:
@@ -124,7 +125,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple["Preset", Path]:
         )
     if arguments.data is None and before["folder"]:
         arguments.data = Path(before["folder"])
-    return Preset.from_dict(before).changed(changes), out
+    return described(out, Preset.from_dict(before), changes), out
 
 
 def evaluate(parser: argparse.ArgumentParser) -> Run:

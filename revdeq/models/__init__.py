@@ -64,7 +64,7 @@ def load(
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged, of another program, or of a model of your own.
-        SettingError: There is no such setting.
+        SettingError: There is no such setting, or no such device.
 
     Example:
         >>> small = {"updates": 2, "channels": 4, "evaluation_batches": 1}
@@ -73,6 +73,7 @@ def load(
         >>> model(torch.randint(2, (1, 1, 100)).float()).shape  # a string of 100 bits
         torch.Size([1, 100, 2])
     """
+    from ..training.processes import placed
     from ..training.restore import loaded  # which needs what 'revdeq[train]' installs
 
-    return loaded(Path(run), model, changes, torch.device(device)).model
+    return loaded(Path(run), model, changes, placed(device)).model

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .._solver.layer import RevDEQ
 from .._solver.options import Exact
 from .blocks import name_of
 
 DATA = "data.safetensors"
+COEFFICIENTS = ("beta", "gamma")
+"""Settings that the weights of a tuned layer bring with them."""
 KIND = "kind"
 """Where the configuration has the name of the class."""
 NEEDED = "needs huggingface_hub and safetensors: pip install 'revdeq[hub]'"
@@ -37,12 +40,17 @@ CARD = """\
 {{ settings }}
 """
 
+UNREADABLE: tuple[type[Exception], ...] = (OSError, json.JSONDecodeError, UnicodeDecodeError)
+"""Of a folder that is damaged, or of a name that the Hub does not have."""
 if TYPE_CHECKING:
     from huggingface_hub import PyTorchModelHubMixin as Mixin
 else:
     try:
-        import safetensors.torch  # noqa: F401
+        import safetensors.torch
         from huggingface_hub import PyTorchModelHubMixin as Mixin
+        from huggingface_hub.errors import HFValidationError
+
+        UNREADABLE = (*UNREADABLE, HFValidationError, safetensors.SafetensorError)
     except ImportError:
 
         class Mixin:
@@ -88,11 +96,15 @@ class Model(
                 "choose another"
             )
         if config is None:
-            config = {**(getattr(self, "_hub_mixin_config", None) or {}), KIND: type(self).__name__}
+            config = {**self._settings(), KIND: type(self).__name__}
             if self.trained is not None:
                 tensors = {"data": DATA} if "data" in self.trained else {}
                 config["trained"] = {**self.trained, **tensors}
         return super().save_pretrained(save_directory, config=config, **more)
+
+    def _settings(self) -> dict[str, Any]:
+        """The keywords it was made with, and the coefficients in use, which may have been tuned since."""
+        return {**(getattr(self, "_hub_mixin_config", None) or {}), **coefficients(self)}
 
     def push_to_hub(self, repo_id: str, *, model_card_kwargs: Any = None, **more: Any) -> Any:
         card = {"address": repo_id, **(model_card_kwargs or {})}
@@ -106,19 +118,45 @@ class Model(
             safetensors.torch.save_file(dict(self.trained["data"]), save_directory / DATA)
 
     @classmethod
-    def _from_pretrained(cls, *, model_id: str, config: Any = None, strict: bool = True, **more: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **more: Any) -> Any:
+        name = pretrained_model_name_or_path
+        folder = Path(name) if Path(name).is_dir() else None
+        try:
+            if folder is not None and not (folder / "config.json").is_file():  # the mixin would go on without
+                raise FileNotFoundError("there is no config.json in it")
+            return super().from_pretrained(name, asked=more, **more)
+        except UNREADABLE as error:
+            if folder is not None:
+                raise ValueError(f"{name} cannot be read as a model that save_pretrained wrote: {error}") from error
+            raise OSError(f"there is no folder {name}, and it cannot be read from the Hub: {error}") from error
+
+    @classmethod
+    def _from_pretrained(
+        cls, *, model_id: str, asked: Any = None, config: Any = None, strict: bool = True, **more: Any
+    ) -> Any:
+        """asked: what the user changes, which `more` has beside all else in the configuration."""
         config = dict(config or {})
         trained, kind = config.pop("trained", None), config.pop(KIND, cls.__name__)
         if kind not in [each.__name__ for each in cls.__mro__]:
             raise ValueError(f"{model_id} holds a {kind}, not a {cls.__name__}: use {kind}.from_pretrained")
         more = {key: value for key, value in more.items() if key not in ("config", "trained", KIND)}
+        asked = asked or {}
+        if isinstance(more.get("block"), str) and "block" not in asked:
+            raise TypeError(
+                f"{model_id} was saved with block={more['block']!r}, which is code, and no file holds code: pass the "
+                f"class, from_pretrained({model_id!r}, block={more['block'].rpartition(':')[2]})"
+            )
         if isinstance(more.get("state"), dict):
             more["state"] = Exact(**more["state"])
+        # A layer's own are no keywords of a model, which has one for all.
+        of_layers = {name: more.pop(name) for name in COEFFICIENTS if isinstance(more.get(name), list)}
         with contextlib.redirect_stdout(sys.stderr):  # the mixin says where it looks
             model = super()._from_pretrained(model_id=model_id, strict=strict, **more)
+        use(model, of_layers)
+        used = use(model, asked)
         if trained is not None:
             now = json.loads(json.dumps(model._hub_mixin_config))
-            changed = {key: value for key, value in now.items() if config.get(key) != value}
+            changed = {key: value for key, value in now.items() if key in asked and config.get(key) != value} | used
             if "data" in trained:
                 trained["data"] = _tensors(model_id, more)
             model.trained = as_changed(trained, changed)
@@ -127,7 +165,7 @@ class Model(
     def generate_model_card(self, *args: Any, **more: Any) -> Any:
         trained = self.trained or {}
         preset = trained.get("preset") or {}
-        config = getattr(self, "_hub_mixin_config", None) or {}
+        config = self._settings()
         nature = "A reversible deep equilibrium model"
         if not hasattr(self, "equilibria"):
             nature = "An explicit model, to compare with reversible deep equilibrium models"
@@ -140,6 +178,25 @@ class Model(
             "settings": "\n".join(f"| {key} | {value} |" for key, value in sorted(config.items()) if value is not None),
         }
         return super().generate_model_card(*args, **{**named, **more})
+
+
+def coefficients(model: nn.Module) -> dict[str, Any]:
+    """beta and gamma as they are in use: a number, or one for each layer where they differ."""
+    layers = [m for m in model.modules() if isinstance(m, RevDEQ)]
+    found = {name: [getattr(layer, name) for layer in layers] for name in COEFFICIENTS if layers}
+    return {name: values if len({*values}) > 1 else values[0] for name, values in found.items()}
+
+
+def use(model: nn.Module, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Set the coefficients that are asked for, once the weights are there, which may have brought others. Those that
+    are now others."""
+    before = coefficients(model)
+    layers = [m for m in model.modules() if isinstance(m, RevDEQ)]
+    for name in before.keys() & asked.keys():
+        values = asked[name] if isinstance(asked[name], (list, tuple)) else [asked[name]] * len(layers)
+        for layer, value in zip(layers, values, strict=True):
+            setattr(layer, name, value)
+    return {name: value for name, value in coefficients(model).items() if value != before[name]}
 
 
 def as_changed(trained: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Checkpoints: tensors and plain values, written whole or not at all, loaded without running anything in them."""
 
 import json
+import os
 import pickle
 import random
 import zipfile
@@ -53,13 +54,32 @@ def load(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError) as error:
-        reason = (str(error) or type(error).__name__).partition("\n")[0]  # the rest is torch's advice for other files
         raise CheckpointError(
-            f"{path} cannot be read as a checkpoint, damaged or of another program: {reason}"
+            f"{path} cannot be read as a checkpoint: {_reason(path, error)}{_beside(path)}"
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of `python -m revdeq train` (format {FORMAT!r})")
     return state
+
+
+def _reason(path: Path, error: Exception) -> str:
+    """What torch says of other files is of no help, and its advice, to let a file run code, is bad."""
+    if not os.access(path, os.R_OK):
+        return "you may not read it; change its permissions"
+    with path.open("rb") as file:
+        archive = file.read(2) == b"PK"
+    if not archive:
+        return "it is of another program; name a checkpoint that `python -m revdeq train` wrote"
+    if not zipfile.is_zipfile(path):
+        return "its end is missing; copy it again"
+    if isinstance(error, pickle.UnpicklingError):
+        return "it is damaged, or holds code, which is not run; get it again, from a source that you trust"
+    return f"it is damaged ({(str(error) or type(error).__name__).partition(chr(10))[0]}); copy it again"
+
+
+def _beside(path: Path) -> str:
+    other = path.with_name({"last.pt": "best.pt", "best.pt": "last.pt"}.get(path.name, path.name))
+    return f". There is {other} beside it" if other != path and other.is_file() else ""
 
 
 def _pretrained(folder: Path) -> dict[str, Any]:
@@ -80,11 +100,16 @@ def _pretrained(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} cannot be read as a model that save_pretrained wrote: {error}") from error
 
 
-def load_weights(model: nn.Module, path: Path, state: Mapping[str, Any]) -> None:
+def load_weights(
+    model: nn.Module, path: Path, state: Mapping[str, Any], changes: Mapping[str, Any] | None = None
+) -> None:
+    """changes: what differs from the settings of its training."""
     try:
         model.load_state_dict(state["model"])
     except RuntimeError as error:
-        raise CheckpointError(f"{path} has the weights of another model: {error}") from error
+        doubt = ", ".join(f"{key}={value!r}" for key, value in (changes or {}).items())
+        doubt = f" (was it trained with another than {doubt}?)" if doubt else ""
+        raise CheckpointError(f"{path} has the weights of another model{doubt}: {error}") from error
 
 
 def generators(device: torch.device) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def _guesses(model: torch.nn.Module, files: list[Path], device: torch.device, ba
         ):
             yield Guess(file, NAMES[chosen], probability)
     if wrong:
-        raise DataError("; ".join(map(str, wrong))) from wrong[0]
+        raise DataError("\n".join(map(str, wrong))) from wrong[0]
 
 
 def images_in(place: Path) -> list[Path]:
@@ -132,12 +132,12 @@ def images_in(place: Path) -> list[Path]:
 
 def read(file: Path) -> Tensor:
     """The pixels of an image, (3, 32, 32) bytes."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(file) as opened:
             image: Any = ImageOps.exif_transpose(opened).convert("RGBA")
-    except (OSError, UnidentifiedImageError, SyntaxError, Image.DecompressionBombError) as error:
+    except Exception as error:  # of whatever kind the decoder of a damaged file raises: ValueError, struct.error, ...
         raise DataError(f"{file} cannot be read as an image: {error}") from error
     image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     width, height = image.size

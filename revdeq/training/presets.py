@@ -22,6 +22,24 @@ from ..models.equilibrium import OPTIONS
 SCHEDULES = ("plateau", "cosine", "constant")
 SHORT = {"steps": "max_steps"}
 """Other names of settings; `steps` was that of version 0.1.0."""
+MEANT = {
+    "learning_rate": "lr",
+    "batch_size": "batch",
+    "num_epochs": "epochs",
+    "iterations": "updates",
+    "num_steps": "updates",
+    "steps": "updates",
+    "grad_clip": "clip",
+    "gradient_accumulation_steps": "accumulate",
+    "wd": "weight_decay",
+    "warmup_steps": "warmup",
+    "eval_every": "evaluate_every",
+    "amp": "autocast",
+    "precision": "autocast",
+}
+"""What settings are called elsewhere, to suggest ours."""
+OF_INPUTS = {"features", "dimensions", "vocabulary"}
+"""Keywords of models that follow from what they read."""
 AUTOCAST = (None, "bfloat16", "float16")
 
 
@@ -245,6 +263,9 @@ class Preset:
         Raises:
             SettingError: It cannot be made with these settings.
         """
+        if shapes and not fits(self.model, shapes):
+            others = ", ".join(name for name in MODELS if fits(name, shapes))
+            raise SettingError(f"model={self.model!r} cannot be trained on {self.data}: choose one of {others}")
         known = keywords(self.model)
         own = {key: value for key, value in self.settings.items() if key in known}
         if self.range_of_steps is not None:
@@ -375,10 +396,16 @@ def keywords(model: str) -> set[str]:
     return (parameters | (OPTIONS if "options" in parameters else set())) - {"classes", "options"}
 
 
+def fits(model: str, shapes: Mapping[str, Any]) -> bool:
+    """Whether a model reads data of which this is known."""
+    takes = inspect.signature(MODELS[model]).parameters.keys()
+    return shapes.keys() <= takes and takes & OF_INPUTS == shapes.keys() & OF_INPUTS
+
+
 def imported(name: str) -> Any:
     """What "module:Class" names. It runs the module: only a name that the user gave, or trusts, comes here."""
     module, colon, path = name.partition(":")
-    if not colon or not module or not path:
+    if not colon or not module or not path or module.endswith(".py"):
         raise SettingError(
             f"block={name!r}: it must be module:Class, mine:Block for class Block in mine.py, for example"
         )
@@ -394,7 +421,8 @@ def imported(name: str) -> Any:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    names = list(names)
+    close = [MEANT[name]] if MEANT.get(name) in names else difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

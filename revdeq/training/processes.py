@@ -86,6 +86,15 @@ class Processes:
                 dist.broadcast(buffer, 0)
 
 
+def placed(device: str | torch.device) -> torch.device:
+    """Where a model is loaded to, which may be where none is trained: meta, for example."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        return _checked(str(device))
+    return _checked(str(device)) if found.type in _device.GPUS else found
+
+
 def _checked(name: str) -> torch.device:
     try:
         device = torch.device(name)

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from ..models import MODELS
-from ..models.model import Model, as_changed
+from ..models.model import Model, as_changed, use
 from . import checkpoint
 from .checkpoint import CheckpointError
-from .presets import Preset
+from .presets import Preset, keywords, renamed
 
 
 class Loaded(NamedTuple):
@@ -40,13 +40,14 @@ def loaded(
         raise CheckpointError(f"{path}: {', '.join(changes)} can be changed in the model that you pass, before you do")
     else:
         preset = before
-    checkpoint.load_weights(model, path, saved)
+    checkpoint.load_weights(model, path, saved, _of_the_model(preset, changes))
+    used = use(model, changes)
     if isinstance(model, Model) and preset.model in MODELS:
         known = {key: saved.get(key) for key in ("update", "metric", "metric_name", "split", "shapes", "data")}
         known = {key: value for key, value in known.items() if value is not None and value != ""}
         was, now = before.to_dict(), preset.to_dict()
         changed = {key: now["settings"].get(key) for key in now["settings"] | was["settings"]}
-        changed = {key: value for key, value in changed.items() if value != was["settings"].get(key)}
+        changed = {key: value for key, value in changed.items() if value != was["settings"].get(key)} | used
         model.trained = as_changed({"preset": {**now, "training": was["training"]}, **known}, changed)
     return Loaded(preset, model.to(device).eval(), saved)
 
@@ -65,6 +66,11 @@ def described(path: Path, preset: Preset, changes: Mapping[str, Any]) -> Preset:
             f"block, or on the command line --block {block}"
         )
     return preset.changed(changes)
+
+
+def _of_the_model(preset: Preset, changes: Mapping[str, Any]) -> dict[str, Any]:
+    known = keywords(preset.model) | {"model"} if preset.model in MODELS else set()
+    return {key: value for key, value in renamed(changes).items() if key in known}
 
 
 def shapes_of(preset: Preset, saved: Mapping[str, Any]) -> Mapping[str, Any]:

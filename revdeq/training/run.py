@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import os
 import random
 import signal
 import sys
@@ -28,11 +29,12 @@ from .. import _device
 from .._solver.layer import RevDEQ, tune_layers
 from ..models import count_parameters
 from ..models.blocks import name_of
-from ..models.equilibrium import last_of
+from ..models.equilibrium import OPTIONS, last_of
+from ..models.model import coefficients
 from . import checkpoint, record
 from . import data as datasets
 from .checkpoint import CheckpointError
-from .data import DataSet
+from .data import DataError, DataSet
 from .data.dataset import Batch
 from .presets import Preset, SettingError, Training, configured, nearest
 from .processes import Processes
@@ -95,9 +97,10 @@ def train(
     """Train a model of your own, or a preset. It leaves config.json, metrics.csv, metrics.png, last.pt and best.pt in
     a folder.
 
-    A model of your own is trained in place. It maps a batch of inputs to logits, with the classes last, where targets
-    are integers, and the loss is the cross-entropy; or to numbers shaped like the targets, and the loss is the mean
-    squared error. Under torchrun every process calls it, and trains on its share of each batch.
+    A model of your own is trained in place, and left in evaluation mode with the weights of the last update. It maps a
+    batch of inputs to logits, with the classes last, where targets are integers, and the loss is the cross-entropy;
+    or to numbers shaped like the targets, and the loss is the mean squared error. Under torchrun every process
+    calls it, and trains on its share of each batch.
 
     Args:
         model: A module, or what `configured` returns, or the name of a preset.
@@ -121,6 +124,7 @@ def train(
         SettingError: The settings do not go together, or the model does not fit the data.
         Diverged: The loss is NaN or infinite.
         Stopped: A signal ended the training.
+        TypeError: model is none of these.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 8), revdeq.RevDEQ(Block(8)), nn.Linear(8, 2))
@@ -135,14 +139,35 @@ def train(
         if isinstance(model, nn.Module):
             own, preset = model, Preset(type(model).__name__, "", type(model).__name__, {}, _training(settings))
             return _train(own, preset, data, None, Path(out), resume, processes, quiet, callback)
+        if not isinstance(model, (str, Preset)):
+            raise TypeError(_no_model(model))
+        if data is not None and not isinstance(data, (str, os.PathLike)):
+            raise DataError(
+                f"data is of type {type(data).__name__}: for a preset it is the folder with the files of its data set; "
+                "to train on data of your own, pass a module as model"
+            )
         preset = configured(model, settings) if isinstance(model, str) else model.changed(settings)
         folder = None if data is None else Path(data)
         return _train(None, preset, None, folder, Path(out), resume, processes, quiet, callback)
 
 
+def _no_model(model: Any) -> str:
+    name = getattr(model, "__name__", "model")
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        return f"model is the class {name}: make one, train({name}(...), ...)"
+    if callable(model):
+        return f"model is a function: call it, train({name}(), ...)"
+    return f"model is of type {type(model).__name__}: pass a module, or the name of a preset"
+
+
 def _training(settings: Mapping[str, Any]) -> Training:
     known = [field.name for field in dataclasses.fields(Training)]
-    for name in settings:
+    for name, value in settings.items():
+        if name in OPTIONS:
+            raise SettingError(
+                f"{name}={value!r} is an option of the layers in your model, not of the training: set it where they "
+                f"are made, RevDEQ(f, {name}={value!r})"
+            )
         if name not in known:
             raise SettingError(f"there is no setting {name!r}{nearest(name, known)}: there are {', '.join(known)}")
     return Training(**settings)
@@ -284,6 +309,8 @@ class Run:
         model = model if model is not None else preset.build(**dataset.shapes)
         if processes.size > 1 and processes.device.type != "cpu":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if of_others:
+            _check_parameters(model)
         self.model = model.to(processes.device)
         if of_others:
             self._try_out()
@@ -303,6 +330,7 @@ class Run:
         self.best: float | None = None
         self.order: tuple[int, Tensor] | None = None
         self.signal = 0
+        self.progress: record.Progress | None = None
         # Dropout differs between processes.
         seeds = [_seed(training.seed, "draws", processes.rank, n) for n in range(3)]
         torch.manual_seed(seeds[0])
@@ -312,7 +340,8 @@ class Run:
     def go(self, resume: bool) -> list[dict[str, Any]]:
         dataset = self.dataset
         config = {**self.preset.to_dict(), "parameters": self.parameters, "folder": self.folder}
-        progress = record.Progress(self.total, self.update, dataset.unit, dataset.metric.name, self.quiet)
+        self.progress = record.Progress(self.total, self.update, dataset.unit, dataset.metric.name, self.quiet)
+        progress = self.progress
         if self.processes.first:
             record.write_config(self.out, config)
             record.write_metrics(self.out, self.rows)
@@ -322,8 +351,7 @@ class Run:
                 f"{self.preset.name}: {self.parameters:,} parameters{quoted}, {self.total:,} updates, in {self.out}"
             )
             if resume:
-                at = f"continuing at update {self.update:,}" if self.update else "no checkpoint yet: from the beginning"
-                progress.say(at)
+                progress.say(self._where_it_goes_on())
         start = time.perf_counter() - self.seconds
         since, done = time.perf_counter(), self.update  # of the updates since the last row
         try:
@@ -357,7 +385,20 @@ class Run:
             progress.close()
         if self.processes.first and self.rows:
             record.plot(self.out, self.rows, dataset.metric.name)
+        self.model.eval()  # as an evaluation leaves it, also where there was nothing left to do
         return self.rows
+
+    def _where_it_goes_on(self) -> str:
+        if not self.update:
+            return "no checkpoint yet: from the beginning"
+        if self._settled():
+            return f"finished at update {self.update:,}: lr fell below {SMALLEST_LR}, where this schedule ends"
+        if self.update < self.total:
+            return f"continuing at update {self.update:,}"
+        fewer = f", more than the {self.total:,} that are asked for" if self.update > self.total else ""
+        limit = "epochs" if self.training.epochs * self.batches == self.total else "updates"
+        least = self.update // self.batches + 1 if limit == "epochs" else self.update + 1
+        return f"finished at update {self.update:,}{fewer}: to go on, --set {limit}=N ({limit}=N), {least:,} or more"
 
     def _step(self) -> Tensor:
         """One update of the parameters; its loss, of this process."""
@@ -390,7 +431,7 @@ class Run:
         generators = checkpoint.generators(self.processes.device)
         batch = self.dataset.order(_generator(self.training.seed, "order", 0))[: self.training.batch]
         inputs, targets, _ = self.dataset.batch(batch, _generator(self.training.seed, "augmentation", 0))
-        classes = targets
+        classes, doubt = targets, _not_finite(inputs, targets)
         inputs, targets = inputs[:2], targets[:2]
         model = copy.deepcopy(self.model).train()
         block = self.preset.settings.get("block")
@@ -401,8 +442,9 @@ class Run:
             wrong = _misfit(outputs, targets) or _out_of_range(outputs, classes)
             if not wrong:
                 loss_of(outputs, targets).backward()
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        except (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError) as error:
             wrong = f"{type(error).__name__}: {error}"
+            wrong = f"{doubt} ({wrong})" if doubt else wrong
         finally:
             checkpoint.restore_generators(generators, self.processes.device)
         if wrong:
@@ -421,6 +463,9 @@ class Run:
             if isinstance(layer, RevDEQ):
                 layer.use(*self.processes.all_of((layer.beta, layer.gamma))[0])
         self.model.train()
+        if self.progress is not None and self.processes.first:
+            found = ", ".join(f"{name} {_rounded(value)}" for name, value in coefficients(self.model).items())
+            self.progress.say(f"tuned after update {self.update:,}: {found}")
 
     def _take_steps(self, most: bool = False) -> None:
         """Where max_steps is a range, those of this update, or the most; the same on all processes."""
@@ -432,12 +477,14 @@ class Run:
             if isinstance(layer, RevDEQ):
                 layer.max_steps = high if most else int(drawn)
 
-    def _batch(self) -> Batch:
-        epoch, i = divmod(self.update, self.batches)
+    def _batch(self, update: int | None = None) -> Batch:
+        """That of an update, counted from 0; None is the one to be made."""
+        update = self.update if update is None else update
+        epoch, i = divmod(update, self.batches)
         if self.order is None or self.order[0] != epoch:
             self.order = epoch, self.dataset.order(_generator(self.training.seed, "order", epoch))
         indices = self.order[1][i * self.training.batch : (i + 1) * self.training.batch]
-        return self.dataset.batch(indices, _generator(self.training.seed, "augmentation", self.update))
+        return self.dataset.batch(indices, _generator(self.training.seed, "augmentation", update))
 
     def _due(self) -> str:
         if self.update == self.total or self.update % (self.training.evaluate_every or self.batches) == 0:
@@ -478,6 +525,9 @@ class Run:
 
     def _diverged(self, update: int, what: str) -> Diverged:
         last = self.out / "last.pt"
+        inputs, targets, _ = self._batch(update - 1)
+        if doubt := _not_finite(inputs, targets):
+            return Diverged(f"update {update:,} has bad data: {doubt} ({what})")
         return Diverged(
             f"update {update:,}: {what}. The training diverged: try a smaller lr (it was {self.training.lr}), clip=1.0,"
             f" a longer warmup, a smaller beta or fewer steps.{f' {last} is from before.' if last.exists() else ''}"
@@ -530,6 +580,7 @@ class Run:
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
             "scaler": self.scaler.state_dict(),
             "generators": generators,
+            "examples": self._examples_known(),
             "losses": losses,
             "fresh": self.fresh,
             "window": self.window,
@@ -539,7 +590,20 @@ class Run:
         }
         checkpoint.save(self.out / "last.pt", state)
 
+    def _examples_known(self) -> dict[str, Any]:
+        """What tells the training data from others."""
+        return {"size": self.dataset.size, "fingerprint": getattr(self.dataset, "fingerprint", None)}
+
     def load(self, saved: Mapping[str, Any], path: Path) -> None:
+        now = self._examples_known()
+        before = saved.get("examples", now)  # earlier versions did not keep it
+        if before != now:
+            other = f"on {before['size']:,} examples, and data has {now['size']:,}"
+            same = "on other examples, or in another order"
+            raise DataError(
+                f"{path} was trained {other if before['size'] != now['size'] else same}: to go on, pass the data that "
+                "it began with, or what it held out would be trained on; or choose another --out (out)"
+            )
         checkpoint.load_weights(self.model, path, saved)
         self.optimizer.load_state_dict(saved["optimizer"])
         self.update, self.seconds, self.best = saved["update"], saved["seconds"], saved["best"]
@@ -570,11 +634,37 @@ class Run:
         self.optimizer.param_groups[0]["lr"] = stand_in.param_groups[0]["lr"]
 
 
+def _rounded(value: float | list[float]) -> str:
+    return f"({', '.join(map(_rounded, value))})" if isinstance(value, list) else f"{value:.3g}"
+
+
 def loss_of(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
     """The cross-entropy of logits, or the squared error where targets are not classes but numbers."""
     if targets.is_floating_point():
         return F.mse_loss(outputs.float(), targets.float(), reduction=reduction)
-    return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten(), reduction=reduction)
+    return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten().long(), reduction=reduction)
+
+
+def _check_parameters(model: nn.Module) -> None:
+    name = type(model).__name__
+    if any(nn.parameter.is_lazy(p) for p in model.parameters()):
+        raise SettingError(
+            f"model={name} has lazy layers, whose parameters are not there yet: call it with a batch of inputs once, "
+            "and train it then"
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise SettingError(
+            f"model={name} has no parameter that requires a gradient, and so nothing to train: use "
+            "model.requires_grad_() on what is to learn"
+        )
+
+
+def _not_finite(inputs: Tensor, targets: Tensor) -> str:
+    """Where a batch has NaN or infinity in it. Some models take these, and so they are looked for only in trouble."""
+    for name, part in (("inputs", inputs), ("targets", targets)):
+        if not bool(part.isfinite().all()):
+            return f"{name} in this batch are NaN or infinite: clean the data, with {name}.isfinite(), for example"
+    return ""
 
 
 def _misfit(outputs: Any, targets: Tensor) -> str:

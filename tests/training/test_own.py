@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import revdeq
 from revdeq import __main__
@@ -155,6 +155,23 @@ def test_numbers_as_targets_are_fitted_by_their_squared_error(tmp_path):
     assert rows[-1]["metric"] == pytest.approx(error.item(), rel=1e-5)
 
 
+class Pairs(Dataset):
+    """As many examples as a circle has, made of their number."""
+
+    def __init__(self, example):
+        self.example = example
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, i):
+        return self.example(i)
+
+
+def frozen():
+    return own_model().requires_grad_(False)
+
+
 @pytest.mark.parametrize(
     "model, data, error, message",
     [
@@ -165,13 +182,63 @@ def test_numbers_as_targets_are_fitted_by_their_squared_error(tmp_path):
             "model=Linear cannot be trained on this data, inputs of shape (2, 2)",
         ),
         (nn.Linear(2, 1), circle(), SettingError, "it tells 1 classes apart, and targets go from 0 to 1"),
-        (nn.Flatten(0), circle(), SettingError, "it returns the shape (4,), and must return (2, 'classes')"),
+        (
+            nn.Sequential(nn.Linear(2, 2), nn.Flatten(0)),
+            circle(),
+            SettingError,
+            "it returns the shape (4,), and must return (2, 'classes')",
+        ),
         (nn.LSTM(2, 2), circle(), SettingError, "it returns a tuple, and must return a tensor"),
         (nn.Linear(2, 2), (circle()[0], circle()[0][:, 0]), SettingError, "must return that of targets, (2,)"),
         (nn.Linear(2, 2), circle(5), DataError, "data of 5 examples: without valid, at least 10"),
         (nn.Linear(2, 2), (circle()[0], circle(3)[1]), DataError, "data has 200 inputs and 3 targets: pass one target"),
         (nn.Linear(2, 2), DataLoader(TensorDataset(*circle())), DataError, "data is a DataLoader: pass its dataset"),
         (nn.Linear(2, 2), 3, DataError, "data is of type int: pass a pair of tensors"),
+        (
+            own_model(),
+            Pairs(lambda i: {"x": torch.ones(2), "y": 0}),
+            DataError,
+            "an example of data is of type dict ('x', 'y'): __getitem__ of the Dataset must return a pair, (input,",
+        ),
+        (
+            own_model(),
+            Pairs(lambda i: (torch.ones(2), 0, 0)),
+            DataError,
+            "is of type tuple (Tensor, int, int): __getit",
+        ),
+        (
+            own_model(),
+            Pairs(lambda i: (torch.ones(2), "a")),
+            DataError,
+            "its input and its target must be tensors, arr",
+        ),
+        (own_model(), Pairs(lambda i: (torch.ones(2 + i), 0)), DataError, "data cannot be put side by side: stack exp"),
+        (
+            own_model(),
+            tuple(part.numpy() for part in circle()),
+            DataError,
+            "data is of type tuple (ndarray, ndarray): pass a pair of tensors, (inputs, targets), or a torch.utils."
+            "data.Dataset of pairs that has a length; torch.from_numpy(x) makes a tensor of an array",
+        ),
+        (
+            own_model(),
+            (*circle(), circle()[1]),
+            DataError,
+            "data is of type tuple (Tensor, Tensor, Tensor): pass a pair",
+        ),
+        (
+            own_model(),
+            (circle()[0] * math.nan, circle()[1]),
+            SettingError,
+            "inputs in this batch are NaN or infinite: clean the data, with inputs.isfinite(), for example",
+        ),
+        (nn.LazyLinear(2), circle(), SettingError, "model=LazyLinear has lazy layers, whose parameters are not there"),
+        (
+            frozen(),
+            circle(),
+            SettingError,
+            "model=Sequential has no parameter that requires a gradient, and so nothing",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_said_before_anything_is_written(model, data, error, message, tmp_path):
@@ -180,11 +247,55 @@ def test_what_cannot_be_trained_is_said_before_anything_is_written(model, data, 
     assert message in str(told.value) and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (own_model, "model is a function: call it, train(own_model(), ...)"),
+        (nn.Linear, "model is the class Linear: make one, train(Linear(...), ...)"),
+        (3, "model is of type int: pass a module, or the name of a preset"),
+    ],
+)
+def test_what_is_no_model_is_said(model, message, tmp_path):
+    with pytest.raises(TypeError) as told:
+        train_quietly(model, circle(), tmp_path / "run")
+    assert str(told.value) == message
+
+
+def test_a_preset_takes_no_data_of_ones_own(tmp_path):
+    with pytest.raises(DataError, match="data is of type tuple: for a preset it is the folder with the files"):
+        train_quietly("prefix-tiny", circle(), tmp_path / "run")
+
+
+def test_a_loss_that_is_infinite_because_of_the_data_is_told_as_such(tmp_path):
+    points, _ = circle()
+    targets = points.clone()
+    targets[7] = math.inf
+    with pytest.raises(
+        train.Diverged, match=r"update \d has bad data: targets in this batch are NaN or infinite: .*the loss is inf"
+    ):
+        train_quietly(nn.Linear(2, 2), (points, targets), tmp_path / "run", epochs=1, batch=20)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
+def test_classes_may_be_integers_of_any_size(dtype, tmp_path):
+    points, inside = circle()
+    losses = [
+        train_quietly(own_model(), (points, targets), tmp_path / name, epochs=1)[-1]["evaluation_loss"]
+        for name, targets in (("long", inside), ("other", inside.to(dtype)))
+    ]
+    assert losses[0] == losses[1]
+
+
 def test_an_unknown_setting_of_a_training_is_named(tmp_path):
     with pytest.raises(
         SettingError, match="there is no setting 'epoch' \\(did you mean epochs\\?\\): there are epochs,"
     ):
         train_quietly(own_model(), circle(), tmp_path, epoch=3)
+    for name, meant in (("learning_rate", "lr"), ("batch_size", "batch"), ("steps", "updates")):
+        with pytest.raises(SettingError, match=f"there is no setting '{name}' \\(did you mean {meant}\\?\\)"):
+            train_quietly(own_model(), circle(), tmp_path, **{name: 3})
+    with pytest.raises(SettingError, match="max_steps=2 is an option of the layers in your model, not of the training"):
+        train_quietly(own_model(), circle(), tmp_path, max_steps=2)
 
 
 def test_importing_the_package_imports_no_training():
@@ -219,7 +330,12 @@ def test_a_block_that_does_not_fit_is_said_before_anything_is_written(block, mes
 def test_a_block_from_the_command_line_is_trained_resumed_and_loaded_by_name_only(mine, monkeypatch, capsys):
     arguments = [part for key, value in PUZZLE.items() for part in ("--set", f"{key}={value}")]
     assert command(monkeypatch, "train", "prefix-tiny", "--device", "cpu", "--block", "mine:Block", *arguments) == 0
-    assert command(monkeypatch, "train", "--resume", "runs/prefix-tiny", "--device", "cpu", "--set", "updates=8") == 0
+    longer = ("train", "--resume", "runs/prefix-tiny", "--device", "cpu", "--set", "updates=8")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "mine", None)  # to import it would be an error
+        assert command(monkeypatch, *longer) == 1
+        assert "runs/prefix-tiny was trained with block='mine:Block', which is code" in capsys.readouterr().err
+    assert command(monkeypatch, *longer, "--block", "mine:Block") == 0
     assert "continuing at update 6" in capsys.readouterr().out
     assert command(monkeypatch, "evaluate", "runs/prefix-tiny", "--batches", 1, "--device", "cpu") == 1
     said = "was trained with block='mine:Block', which is code, and no checkpoint holds code: pass the class as block"
@@ -263,9 +379,28 @@ def test_a_run_goes_on_with_its_own_settings_and_for_longer(tmp_path, monkeypatc
     assert all(torch.equal(a["model"][key], b["model"][key]) for key in a["model"])
     for arguments in (["prefix-tiny", "--out", tmp_path / "run", "--resume"], ["--resume", tmp_path / "run"]):
         assert command(monkeypatch, "train", *arguments, "--device", "cpu") == 0  # there is nothing left to do
-        assert "11 updates" in capsys.readouterr().out
+        assert "finished at update 11: to go on, --set updates=N (updates=N), 12 or more" in capsys.readouterr().out
+    assert command(monkeypatch, "train", "--resume", tmp_path / "run", "--device", "cpu", "--set", "updates=3") == 0
+    assert "finished at update 11, more than the 3 that are asked for: to go on, " in capsys.readouterr().out
     assert command(monkeypatch, "train", "--resume", tmp_path / "run", "--set", "lr=1", "--device", "cpu") == 1
     assert "is of another run, with lr=0.004 (asked for: 1)" in capsys.readouterr().err
+
+
+def test_a_run_that_is_finished_says_what_limits_it(tmp_path, capsys):
+    settings = {"epochs": 2, "batch": 20}
+    for more in ({}, {"schedule": "cosine"}):
+        out = tmp_path / str(len(more))
+        train_quietly(own_model(), circle(), out, **settings, **more)
+        if not more:  # as where the loss no longer improves
+            saved = checkpoint.load(out / "last.pt")
+            saved["optimizer"]["param_groups"][0]["lr"] = 1e-7
+            checkpoint.save(out / "last.pt", saved)
+        model = own_model()
+        revdeq.train(model, circle(), out, resume=True, device="cpu", **settings, **more)
+        assert not model.training
+    told = capsys.readouterr().out
+    assert "finished at update 18: lr fell below 1e-06, where this schedule ends" in told
+    assert "finished at update 18: to go on, --set epochs=N (epochs=N), 3 or more" in told
 
 
 def test_a_longer_run_follows_the_schedule_of_its_new_length(tmp_path):
@@ -276,6 +411,43 @@ def test_a_longer_run_follows_the_schedule_of_its_new_length(tmp_path):
     rates = [{row["update"]: row["lr"] for row in rows} for rows in (whole, longer)]
     assert [rates[1][update] for update in range(7, 13)] == [rates[0][update] for update in range(7, 13)]
     assert abs(rates[1][6]) < 1e-12 < rates[1][7]  # where the shorter run ended
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        (circle(100), "was trained on 180 examples, and data has 90: to go on, pass the data that it began with"),
+        (
+            tuple(part.flip(0) for part in circle()),
+            "was trained on other examples, or in another order: to go on, pass",
+        ),
+        (TensorDataset(*(part.flip(0) for part in circle())), "was trained on other examples, or in another order"),
+        (Examples(circle(180), valid=circle(20)), "was trained on other examples"),
+    ],
+    ids=["fewer", "others", "others of a Dataset", "another valid"],
+)
+def test_a_run_does_not_go_on_with_other_data(other, message, tmp_path):
+    train_quietly(own_model(), circle(), tmp_path / "run", epochs=1)
+    with pytest.raises(DataError) as told:
+        train_quietly(own_model(), other, tmp_path / "run", resume=True, epochs=2)
+    assert message in str(told.value)
+    last = tmp_path / "run/last.pt"
+    saved = checkpoint.load(last)
+    del saved["examples"]  # as before they were kept
+    checkpoint.save(last, saved)
+    assert len(train_quietly(own_model(), other, tmp_path / "run", resume=True, epochs=2))
+
+
+def test_examples_that_are_drawn_anew_each_time_can_be_gone_on_with(tmp_path):
+    class Noisy(Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, i):
+            return torch.randn(2), i % 2
+
+    for epochs in (1, 2):
+        train_quietly(own_model(), Noisy(), tmp_path / "run", resume=True, epochs=epochs, batch=4)
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,37 @@ def test_a_run_is_loaded_in_one_line_as_its_training_left_it(name, runs, data):
     )
 
 
+def test_coefficients_that_are_asked_for_replace_tuned_ones(runs, tmp_path, monkeypatch, capsys):
+    tuned = revdeq.models.load(runs / "maze-tiny")
+    tuned.save_pretrained(tmp_path / "tuned")
+    assert tuned.equilibrium.beta != 0.8
+    for model in (
+        revdeq.models.load(runs / "maze-tiny", beta=0.6),
+        revdeq.models.load(tmp_path / "tuned", beta=0.6),
+        PuzzleModel.from_pretrained(tmp_path / "tuned", beta=0.6),
+    ):
+        assert (model.equilibrium.beta, model.equilibrium.gamma) == (0.6, tuned.equilibrium.gamma)
+        assert "metric" not in model.trained and model.trained["preset"]["settings"]["beta"] == 0.6
+        model.save_pretrained(tmp_path / "other")
+        assert PuzzleModel.from_pretrained(tmp_path / "other").equilibrium.beta == 0.6
+    # also where they are those that the training began with
+    assert revdeq.models.load(runs / "maze-tiny", beta=0.8).equilibrium.beta == 0.8
+    assert "metric" not in revdeq.models.load(runs / "maze-tiny", beta=0.8).trained
+    evaluated = [
+        said(monkeypatch, capsys, "evaluate", runs / "maze-tiny", "--batches", 1, "--device", "cpu", *more)
+        for more in ((), ("--set", "beta=0.2"))
+    ]
+    assert evaluated[0] != evaluated[1]
+
+
 def test_what_cannot_be_loaded_is_named(runs, tmp_path):
     with pytest.raises(SettingError, match="prefix-tiny has no setting 'max_step' \\(did you mean max_steps"):
         revdeq.models.load(runs / "prefix-tiny", max_step=3)
+    with pytest.raises(SettingError, match="--device cuda:77: this machine has .*; use cpu, or leave it out"):
+        revdeq.models.load(runs / "prefix-tiny", device="cuda:77")
+    assert next(revdeq.models.load(runs / "prefix-tiny", device="meta").parameters()).is_meta
+    with pytest.raises(CheckpointError, match=r"of another model \(was it trained with another than channels=8\?\): E"):
+        revdeq.models.load(runs / "prefix-tiny", channels=8)
     with pytest.raises(CheckpointError, match="max_steps can be changed in the model that you pass, before you do"):
         revdeq.models.load(runs / "prefix-tiny", PuzzleModel(channels=4), max_steps=3)
     with pytest.raises(CheckpointError, match="has the weights of another model"):
@@ -181,6 +209,32 @@ def test_the_card_says_how_good_the_model_is(runs, tmp_path):
     assert card.data.library_name == "revdeq" and "deep-equilibrium-model" in card.data.tags
 
 
+def test_the_card_and_the_settings_state_the_coefficients_in_use(runs, tmp_path):
+    model = revdeq.models.load(runs / "maze-tiny")
+    model.save_pretrained(tmp_path / "one")
+    beta, gamma = model.equilibrium.beta, model.equilibrium.gamma
+    card, config = ((tmp_path / "one" / name).read_text() for name in ("README.md", "config.json"))
+    assert beta != 0.8 and f"| beta | {beta} |" in card and f"| gamma | {gamma} |" in card
+    assert (json.loads(config)["beta"], json.loads(config)["gamma"]) == (beta, gamma)
+    several = revdeq.models.load(runs / "cifar10-tiny")
+    for tuned in (False, True):  # set by hand, or tuned
+        several.equilibria[1].beta = 0.7
+        if tuned:
+            several.equilibria[0].use(0.6, 1.1)
+        several.save_pretrained(tmp_path / f"several {tuned}")
+        assert (
+            f"| beta | {[layer.beta for layer in several.equilibria]} |"
+            in (tmp_path / f"several {tuned}/README.md").read_text()
+        )
+        found = MultiScale.from_pretrained(tmp_path / f"several {tuned}")
+        assert [(layer.beta, layer.gamma) for layer in found.equilibria] == [
+            (layer.beta, layer.gamma) for layer in several.equilibria
+        ]
+        assert "metric" in found.trained
+        other = MultiScale.from_pretrained(tmp_path / f"several {tuned}", beta=0.5)
+        assert [layer.beta for layer in other.equilibria] == [0.5, 0.5] and "metric" not in other.trained
+
+
 def test_the_card_claims_no_metric_for_settings_that_were_not_evaluated(runs, tmp_path):
     revdeq.models.load(runs / "prefix-tiny").save_pretrained(tmp_path / "as it was")
     revdeq.models.load(runs / "prefix-tiny", max_steps=7).save_pretrained(tmp_path / "loaded")
@@ -237,8 +291,10 @@ def test_a_block_of_ones_own_is_named_and_not_shared(tmp_path):
     model = SingleScale(channels=4, block=Tanh)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["block"].endswith(":Tanh")
-    with pytest.raises(TypeError, match="must be the class itself"):
+    with pytest.raises(TypeError, match=r"was saved with block='.*:Tanh', which is code, .*, block=Tanh\)"):
         SingleScale.from_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="must be the class itself"):
+        SingleScale.from_pretrained(tmp_path, block="mine:Tanh")
     found = SingleScale.from_pretrained(tmp_path, block=Tanh)
     x = torch.randn(1, 3, 32, 32)
     assert torch.equal(found(x), model.eval()(x))
@@ -263,6 +319,32 @@ def test_weights_that_are_missing_are_an_error(tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(RuntimeError, match="classify.bias"):
         SingleScale.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("config.json", None, "there is no config.json in it"),
+        ("config.json", b"{", "Expecting property name"),
+        ("config.json", b"\xff\xfe{", "'utf-8' codec can't decode"),
+        ("model.safetensors", None, "No such file"),
+        ("model.safetensors", b"12345678", "header"),
+    ],
+)
+def test_a_shared_folder_that_is_damaged_is_told_like_a_damaged_run(name, content, message, tmp_path):
+    SingleScale(channels=4).save_pretrained(tmp_path)
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"cannot be read as a model that save_pretrained wrote: .*{message}"):
+        SingleScale.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["sharde", "someone/sharde", "runs/of/mine"])
+def test_what_is_neither_a_folder_nor_on_the_hub_is_said_to_be_neither(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match=f"there is no folder {name}, and it cannot be read from the Hub: "):
+        SingleScale.from_pretrained(name, local_files_only=True)
 
 
 def test_pushing_sends_the_weights_the_settings_and_the_card(runs):
@@ -422,3 +504,21 @@ def test_what_cannot_be_classified_is_named(runs, pictures, tmp_path, monkeypatc
         told.extend(classify(run, [pictures], device="cpu"))
     readable = {file.name for file in pictures.iterdir() if file.suffix != ".txt"} - {"f.png"}
     assert {guess.file.name for guess in told} == readable
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_damage_of_any_kind_is_told_after_all_that_can_be_read(batch, runs, pictures):
+    whole = (pictures / "a.png").read_bytes()
+    damaged = {
+        "0 empty.png": b"",
+        "1 header.png": whole.replace(b"\0\0\0\rIHDR", b"\0\0\0\0IHDR"),  # a ValueError of its decoder's
+        "2 cut.png": whole[: len(whole) // 2],
+    }
+    for name, content in damaged.items():
+        (pictures / name).write_bytes(content)
+    told = []
+    with pytest.raises(DataError) as error:
+        told.extend(classify(runs / "cifar10-tiny", [pictures], device="cpu", batch=batch))
+    assert [guess.file.name for guess in told] == ["a.png", "b.JPG", "c.png", "d.png", "e.gif"]
+    lines = str(error.value).splitlines()
+    assert len(lines) == 3 and all(f"{name} cannot be read" in line for name, line in zip(damaged, lines, strict=True))

@@ -234,9 +234,13 @@ def test_resuming_a_plateau_bit_for_bit(folder, tmp_path, monkeypatch):
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def test_coefficients_are_tuned_on_the_way_and_resumed_bit_for_bit(folder, tmp_path):
+def test_coefficients_are_tuned_on_the_way_and_resumed_bit_for_bit(folder, tmp_path, capsys):
     preset = small(tune_every=5)
-    train.train(preset, folder, tmp_path / "whole", quiet=True)
+    train.train(preset, folder, tmp_path / "whole")
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tuned after update")]
+    layer = revdeq.models.load(tmp_path / "whole/last.pt").equilibrium
+    assert told[0].startswith("tuned after update 0: ") and told[1].startswith("tuned after update 5: ")
+    assert told[-1].endswith(f": beta {layer.beta:.3g}, gamma {layer.gamma:.3g}")
     saved = checkpoint.load(tmp_path / "whole/last.pt")["model"]
     found = {name: x.tolist() for name, x in saved.items() if name.endswith("coefficients")}
     assert found and all(pair != [0.8, 1.0] for pair in found.values())

@@ -23,7 +23,7 @@ class Source(NamedTuple):
 
 def instructions(sources: Iterable[Source], folder: Path) -> str:
     lines = [f"  {folder / source.place}  from  {source.urls[0]}" for source in sources]
-    return "\n".join(["Put it there, packed or unpacked, or let `train --download` fetch it:", *lines])
+    return "\n".join(["Put it there, packed or unpacked, or let --download (of train and evaluate) fetch it:", *lines])
 
 
 def fetch(sources: Iterable[Source], folder: Path) -> None:

@@ -1,14 +1,19 @@
 """Data of one's own."""
 
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from .dataset import ACCURACY, ERROR, Batch
 from .files import DataError
+
+FROM_NUMPY = "; torch.from_numpy(x) makes a tensor of an array"
+LOOKED_AT = 1000
+"""Of the examples of a part, at most, to tell whether they are the same."""
 
 
 class Examples:
@@ -60,6 +65,20 @@ class Examples:
     def describe(self) -> str:
         return f"data of your own: {self.size:,} training, {len(self.parts['valid'][1]):,} valid examples"
 
+    @property
+    def fingerprint(self) -> str:
+        """Whether these are the same examples, in the same order, as others. Those of a Dataset may be random: only
+        their number is known."""
+        check = 0
+        for source, _ in self.parts.values():
+            tensors = (
+                source.tensors if isinstance(source, TensorDataset) else source if isinstance(source, tuple) else ()
+            )
+            for part in tensors:
+                some = part[:: 1 + len(part) // LOOKED_AT].detach().cpu().contiguous()
+                check = zlib.crc32(some.reshape(-1).view(torch.uint8).numpy().tobytes(), check)
+        return f"{self.size} + {len(self.parts['valid'][1])} examples, {check:08x}"
+
     def to(self, device: torch.device) -> "Examples":
         self.device = device
         return self
@@ -81,7 +100,7 @@ class Examples:
         source, chosen = self.parts[split]
         indices = chosen[indices]
         if isinstance(source, Dataset):
-            inputs, targets = default_collate([source[int(i)] for i in indices])
+            inputs, targets = collated([source[int(i)] for i in indices])
         else:
             inputs, targets = (part[indices.to(part.device)] for part in source)
         return Batch(inputs.to(self.device), targets.to(self.device))
@@ -94,12 +113,41 @@ def checked(source: Any) -> Any:
         return source
     if not isinstance(source, (tuple, list)) or len(source) != 2 or not all(isinstance(x, Tensor) for x in source):
         raise DataError(
-            f"data is of type {type(source).__name__}: pass a pair of tensors, (inputs, targets), or a "
-            "torch.utils.data.Dataset of pairs that has a length"
+            f"data is of type {kind_of(source)}: pass a pair of tensors, (inputs, targets), or a "
+            f"torch.utils.data.Dataset of pairs that has a length{FROM_NUMPY if 'ndarray' in kind_of(source) else ''}"
         )
     if len(source[0]) != len(source[1]):
         raise DataError(f"data has {len(source[0]):,} inputs and {len(source[1]):,} targets: pass one target for each")
     return tuple(source)
+
+
+def collated(examples: list[Any]) -> tuple[Tensor, Tensor]:
+    if not isinstance(examples[0], (tuple, list)) or len(examples[0]) != 2:
+        raise DataError(
+            f"an example of data is of type {kind_of(examples[0])}: __getitem__ of the Dataset must return a pair, "
+            "(input, target)"
+        )
+    try:
+        inputs, targets = default_collate(examples)
+    except (RuntimeError, TypeError) as error:
+        raise DataError(
+            f"the examples of data cannot be put side by side: {error}; return tensors of the same shape from "
+            "__getitem__ of the Dataset"
+        ) from error
+    if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
+        raise DataError(
+            f"an example of data is of type {kind_of(examples[0])}: its input and its target must be tensors, arrays "
+            "or numbers"
+        )
+    return inputs, targets
+
+
+def kind_of(thing: Any) -> str:
+    """Its type, and of a short container what is in it."""
+    inside: Any = thing if isinstance(thing, (tuple, list)) else [*thing] if isinstance(thing, dict) else ()
+    parts = ", ".join(repr(x) if isinstance(thing, dict) else type(x).__name__ for x in inside[:4])
+    more = ", ..." if len(inside) > 4 else ""
+    return f"{type(thing).__name__} ({parts}{more})" if inside else type(thing).__name__
 
 
 def count(source: Any) -> int:
