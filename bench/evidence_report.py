@@ -236,17 +236,18 @@ def rate_lines(study, rows, probes):
     rows = [row for row in rows if int(row["updates"]) == study.updates]
     sizes, depth = study.sizes[-2:], study.depths[-1]
     rates = sorted({*study.rates, *(float(row["lr"]) for row in rows)})
-    yield f"Solved puzzles of {' and of '.join(sized(study, size) for size in sizes)} with N = {depth}, seed 0."
+    yield (
+        f"Solved puzzles of {' and of '.join(sized(study, size) for size in sizes)} with N = {depth}, {SEEDS}: one "
+        "seed but at the best rate, and where an earlier choice was another."
+    )
     yield ""
     yield from table_of("", *(f"lr {lr:g}" for lr in rates))
     for label in dict.fromkeys(row["label"] for row in rows):
         cells = []
         for lr in rates:
-            run = [row for row in rows if (row["label"], row["lr"], row["seed"]) == (label, str(lr), "0")]
-            found = [solved(run, probes, size, depth) for size in sizes]
-            cells.append(
-                " and ".join(f"{share:.2f}" for (share,) in found) if run else "to come" if lr in study.rates else ""
-            )
+            run = [row for row in rows if (row["label"], row["lr"]) == (label, str(lr))]
+            found = " and ".join(shares(run, probes, size, depth) for size in sizes) if run else ""
+            cells.append(found or ("to come" if lr in study.rates else ""))
         yield line(label, *cells)
 
 
