@@ -93,8 +93,8 @@ def main() -> None:
             f"{name:17}  {accuracy:13.1%}  {evaluations:11}  {peaks[0]:7.1f} MiB  {peaks[1]:15.1f} MiB  "
             f"{(ours - exact).norm() / exact.norm():14.1e}"
         )
-    print("The reversible core evaluates f again on the way back, and its gradient is that of the steps that ran. Before,")
-    print("it was that of the fixed point, which these iterations only come near; they keep no history, as Anderson's do.")
+    print("The reversible core evaluates f again on the way back, and its gradient is that of the steps that ran.")
+    print("Before, it was that of the fixed point, which these iterations only come near. They keep no history.")
 
 
 if __name__ == "__main__":
