@@ -225,7 +225,7 @@ class DEQReversible(DEQBase):
             return tuple(out)
 
         z = tuple(z_init) if several else z_init
-        ends, device = self._ends(f_max_iter), (z[0] if several else z).device
+        ends, device = self._ends(f_max_iter), (z_init[0] if several else z_init).device
         draw = _generator_states(device)
         with _in_torchdeqs_words():
             states, nfe = _solved(f, z, ends, _tolerance(given.get("tol", self.f_tol)), settings)
