@@ -97,9 +97,10 @@ def train(
     """Train a model of your own, or a preset. It leaves config.json, metrics.csv, metrics.png, last.pt and best.pt in
     a folder.
 
-    A model of your own is trained in place. It maps a batch of inputs to logits, with the classes last, where targets
-    are integers, and the loss is the cross-entropy; or to numbers shaped like the targets, and the loss is the mean
-    squared error. Under torchrun every process calls it, and trains on its share of each batch.
+    A model of your own is trained in place, and left in evaluation mode with the weights of the last update. It maps a
+    batch of inputs to logits, with the classes last, where targets are integers, and the loss is the cross-entropy;
+    or to numbers shaped like the targets, and the loss is the mean squared error. Under torchrun every process
+    calls it, and trains on its share of each batch.
 
     Args:
         model: A module, or what `configured` returns, or the name of a preset.
@@ -384,6 +385,7 @@ class Run:
             progress.close()
         if self.processes.first and self.rows:
             record.plot(self.out, self.rows, dataset.metric.name)
+        self.model.eval()  # as an evaluation leaves it, also where there was nothing left to do
         return self.rows
 
     def _where_it_goes_on(self) -> str:

@@ -395,7 +395,9 @@ def test_a_run_that_is_finished_says_what_limits_it(tmp_path, capsys):
             saved = checkpoint.load(out / "last.pt")
             saved["optimizer"]["param_groups"][0]["lr"] = 1e-7
             checkpoint.save(out / "last.pt", saved)
-        revdeq.train(own_model(), circle(), out, resume=True, device="cpu", **settings, **more)
+        model = own_model()
+        revdeq.train(model, circle(), out, resume=True, device="cpu", **settings, **more)
+        assert not model.training
     told = capsys.readouterr().out
     assert "finished at update 18: lr fell below 1e-06, where this schedule ends" in told
     assert "finished at update 18: to go on, --set epochs=N (epochs=N), 3 or more" in told
