@@ -7,16 +7,17 @@ each equilibrium, while its operations and what they save for the backward pass 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..models import count_parameters
 from ..models.equilibrium import Equilibrium
 from . import data
-from .presets import Preset
+from .presets import Preset, Training
 from .run import loss_of
 
 OPTIMISER_BYTES = 16
@@ -25,6 +26,8 @@ STATE_BYTES = 28
 """Per element of z, beside f's own memory: see `revdeq.solve`."""
 USED = 0.4
 """Of the published rate of multiplications; well-written training reaches about this."""
+LAUNCH = 5e-6
+"""Seconds that Python takes to launch a kernel. A GPU that computes faster than that waits."""
 
 
 class Gpu(NamedTuple):
@@ -43,12 +46,13 @@ class Count(NamedTuple):
     """Of an update with some number of examples.
 
     operations: in the forward and the backward pass. activations: bytes that both passes share. states: bytes of the
-    solver's own.
+    solver's own. launches: of kernels, at least, however many examples there are.
     """
 
     operations: float
     activations: int
     states: int
+    launches: int
 
 
 class Prediction(NamedTuple):
@@ -63,9 +67,15 @@ class Prediction(NamedTuple):
     def largest_batch(self, gpu: Gpu) -> int:
         return max(0, int((gpu.memory * 1e9 - self.fixed) // (self.one.activations + self.one.states)))
 
-    def seconds(self, batch: int, gpu: Gpu, autocast: str | None) -> float:
-        rate = gpu.float32 if autocast is None else gpu.bfloat16
-        return batch * self.one.operations / (USED * rate * 1e12)
+    def seconds(self, training: Training, gpu: Gpu) -> float:
+        """Of an update: what its operations take, or the launches of its kernels if that is more."""
+        rate = gpu.float32 if training.autocast is None else gpu.bfloat16
+        computing = training.batch * self.one.operations / (USED * rate * 1e12)
+        return max(computing, LAUNCH * self.launches(training))
+
+    def launches(self, training: Training) -> int:
+        """Of an update; a compiled f has fewer, nobody knows how many."""
+        return 0 if training.compile else training.accumulate * self.one.launches
 
 
 def predicted(preset: Preset) -> Prediction:
@@ -83,7 +93,7 @@ def report(preset: Preset) -> str:
     batch, part = training.batch, math.ceil(training.batch / training.accumulate)
     gigabytes = found.memory(part) / 1e9
     quoted = f" ({preset.quoted} quoted)" if preset.quoted else ""
-    precision = training.autocast or "float32"
+    precision = training.autocast or "float32 without TF32"
     operations = batch * found.one.operations / 1e12
     fixed, activations, states = (
         f"{n / 1e9:.3g}" for n in (found.fixed, part * found.one.activations, part * found.one.states)
@@ -97,16 +107,21 @@ def report(preset: Preset) -> str:
         f"({precision}, {USED:.0%} of the published rate)",
     ]
     for gpu in GPUS:
-        largest, seconds = found.largest_batch(gpu), found.seconds(batch, gpu, training.autocast)
+        largest, seconds = found.largest_batch(gpu), found.seconds(training, gpu)
         fits = "fit" if largest >= part else f"need {math.ceil(gigabytes / gpu.memory)} GPUs"
         lines.append(f"  {f'{gpu.name}, {gpu.memory} GB':18}{largest:>14,}{fits:>16}{seconds:>12.3g} s")
+    if launches := found.launches(training):
+        lines.append(
+            f"  The time is that of the operations, or {LAUNCH * 1e6:g} us for each of the {launches:,} kernels that "
+            "are launched, if that is more."
+        )
     return "\n".join(lines)
 
 
 def _counted(model: nn.Module, inputs: Tensor, targets: Tensor) -> Count:
     saved: dict[int, Tensor] = {}
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-    repeated = states = 0
+    repeated = states = launches = 0
 
     def keep(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
@@ -115,22 +130,42 @@ def _counted(model: nn.Module, inputs: Tensor, targets: Tensor) -> Count:
         return x
 
     def once(layer: Equilibrium, x: Tensor, z0: Tensor | None = None) -> Tensor:
-        nonlocal repeated, states
-        with FlopCounterMode(display=False) as counter:
-            z = layer.f(torch.zeros_like(x), x)
+        nonlocal repeated, states, launches
+        z0 = torch.zeros_like(x)
+        with FlopCounterMode(display=False) as counter, _Launches() as launched:
+            z = layer.f(z0, x)
         # An evaluation in the forward pass is repeated in the backward pass, and its gradients take twice as much. One
         # of the 2 N is counted with the rest of the model, three times.
         repeated += (4 * 2 * layer.max_steps - 3) * counter.get_total_flops()
+        # As many kernels forward, repeated, and backward, and a half-step each way.
+        launches += (3 * 2 * layer.max_steps - 2) * launched.count + 2 * 2 * layer.max_steps
         states += STATE_BYTES * x.numel()
         return z
 
     with _replaced(once), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter, _Launches() as launched:
             logits = model(inputs)
             loss_of(logits, targets)
     activations = sum(x.untyped_storage().nbytes() for x in saved.values())
     # The largest tensor beside them is the gradient of the logits.
-    return Count(3 * counter.get_total_flops() + repeated, activations + 4 * logits.numel(), states)
+    return Count(
+        3 * counter.get_total_flops() + repeated,
+        activations + 4 * logits.numel(),
+        states,
+        2 * launched.count + launches,
+    )
+
+
+class _Launches(TorchDispatchMode):
+    """Counts operators, each of which launches a kernel at least, unless it only views or makes a tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aliases = [value.alias_info for value in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        self.count += not is_view and func._opname not in ("_unsafe_view", "empty")
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

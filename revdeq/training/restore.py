@@ -37,7 +37,10 @@ def loaded(
         preset = described(path, before, changes)
         model = preset.build(**(shapes or shapes_of(preset, saved)))
     elif changes:
-        raise CheckpointError(f"{path}: {', '.join(changes)} can be changed in the model that you pass, before you do")
+        raise CheckpointError(
+            f"{path}: {', '.join(changes)} can be changed in the model that you pass, before you do; beta and gamma, "
+            "which the weights may bring with them, afterwards"
+        )
     else:
         preset = before
     checkpoint.load_weights(model, path, saved, _of_the_model(preset, changes))

@@ -477,9 +477,11 @@ class Run:
             if isinstance(layer, RevDEQ):
                 layer.max_steps = high if most else int(drawn)
 
-    def _batch(self, update: int | None = None) -> Batch:
-        """That of an update, counted from 0; None is the one to be made."""
-        update = self.update if update is None else update
+    def _batch(self) -> Batch:
+        return self._batch_of(self.update)
+
+    def _batch_of(self, update: int) -> Batch:
+        """That of an update, counted from 0."""
         epoch, i = divmod(update, self.batches)
         if self.order is None or self.order[0] != epoch:
             self.order = epoch, self.dataset.order(_generator(self.training.seed, "order", epoch))
@@ -525,7 +527,7 @@ class Run:
 
     def _diverged(self, update: int, what: str) -> Diverged:
         last = self.out / "last.pt"
-        inputs, targets, _ = self._batch(update - 1)
+        inputs, targets, _ = self._batch_of(update - 1)
         if doubt := _not_finite(inputs, targets):
             return Diverged(f"update {update:,} has bad data: {doubt} ({what})")
         return Diverged(

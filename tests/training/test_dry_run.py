@@ -48,6 +48,31 @@ def test_memory_is_what_an_update_allocates(name):
     assert 0.5 < predicted / peak_memory(run) < 1.5
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_launches_are_about_the_operators_of_an_update(name):
+    """Within a half: some backward operators are two or none. The kernels of half-steps are no operators on a CPU."""
+    preset = configured(name, SMALL[name])
+    run = update(preset)
+    with dry_run._Launches() as counted, sdpa_kernel(SDPBackend.MATH):
+        run()
+    assert 0.5 < dry_run.predicted(preset).one.launches / counted.count < 1.5
+
+
+def test_a_small_update_takes_the_launches_of_its_kernels_and_a_large_one_its_operations():
+    small, large = configured("prefix-tiny"), configured("cifar10-10m")
+    for preset, bound in ((small, True), (large, False)):
+        found = dry_run.predicted(preset)
+        for gpu in dry_run.GPUS:
+            least = dry_run.LAUNCH * found.one.launches
+            assert (found.seconds(preset.training, gpu) == least) == bound
+    said = dry_run.report(small)
+    assert "float32 without TF32" in said and " or 5 us for each of the " in said and "Predicted, not" in said
+    assert "us for each" not in dry_run.report(configured("prefix-tiny", {"compile": True}))
+    assert f"{2 * dry_run.predicted(small).one.launches:,} kernels" in dry_run.report(
+        configured("prefix-tiny", {"accumulate": 2})
+    )
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_predicted(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["revdeq", "train", name, "--dry-run"])
