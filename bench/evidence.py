@@ -287,6 +287,7 @@ def search(task, rates, rows):
         lr = float(row["lr"])
         if task._replace(lr=lr, seed=0).key.items() <= row.items():
             scores[lr] = goodness(row)
+    rates = (*rates, *(lr for lr in sorted(scores) if lr not in rates))  # all that were tried, for whatever reason
     while all(lr in scores for lr in rates):
         best = max(rates, key=scores.get)
         if len(rates) == 1 or min(rates) < best < max(rates):

@@ -163,3 +163,4 @@ def test_a_learning_rate_at_the_end_of_the_list_makes_it_longer():
     assert evidence.search(task, rates, tried(rates, 6e-3)) == (6e-3, rates)
     assert evidence.search(task, rates, tried(rates, 2e-3)) == (None, (*rates, 1.5e-3))
     assert evidence.search(task, rates, tried((*rates, 1.5e-3), 2.5e-3)) == (3e-3, (*rates, 1.5e-3))
+    assert evidence.search(task, rates, tried((*rates, 2.4e-2, 4.8e-2), 2.4e-2)) == (2.4e-2, (*rates, 2.4e-2, 4.8e-2))
