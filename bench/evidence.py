@@ -348,7 +348,13 @@ def measured(task, threads, folder, out):
         "machine": f"{platform.machine()}, {threads} threads",
         "command": task.written,
     }
-    curve = [{"run": row["run"], **{key: made[key] for key in CURVE[1:]}} for made in last["rows"]]
+    # Of most curves the evaluations are enough, and the first loss, which tells at once whether it was the same training.
+    whole = "log_every" in study.settings
+    curve = [
+        {"run": row["run"], **{key: made[key] for key in CURVE[1:]}}
+        for i, made in enumerate(last["rows"])
+        if whole or i == 0 or made["metric"] != ""
+    ]
     probes = [
         {"run": row["run"], "size": size, "max_steps": depth or "", "solved": solved(size, depth, "test")}
         for size, depth in itertools.product(study.sizes, depths)
