@@ -348,7 +348,7 @@ def measured(task, threads, folder, out):
         "machine": f"{platform.machine()}, {threads} threads",
         "command": task.written,
     }
-    # Of most curves the evaluations are enough, and the first loss, which tells at once whether it was the same training.
+    # Of most curves the evaluations are enough, and the first loss, which tells whether it was the same training.
     whole = "log_every" in study.settings
     curve = [
         {"run": row["run"], **{key: made[key] for key in CURVE[1:]}}

@@ -188,7 +188,6 @@ class Reversible(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, it: Iteration, outcome: Outcome, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.it, ctx.size, ctx.spills, ctx.spent = it, len(outcome.y), len(outcome.spilled[0]), False
-        ctx.ends_early = bool(outcome.end)
         ctx.set_materialize_grads(False)
         own = [*itertools.chain(outcome.y, outcome.z, *outcome.spilled), *tensors[: len(outcome.y)], *outcome.end]
         ctx.layouts = [_Layout.of(x) for x in own]
@@ -207,8 +206,8 @@ class Reversible(torch.autograd.Function):
         it, size, step = ctx.it, ctx.size, ctx.it.scheme.step
         saved = list(ctx.saved_tensors)  # all of them, for autograd's check that none was changed in place
         saved = [layout.restored(x) for layout, x in zip(ctx.layouts, saved, strict=False)]
-        last, given = saved[: 2 * size], [x.detach() for x in saved[2 * size * (1 + ctx.spills) :][: 2 * size]]
-        initial, end = given[:size], given[size:] if ctx.ends_early else []
+        last, given = saved[: 2 * size], [x.detach() for x in saved[2 * size * (1 + ctx.spills) :]]
+        initial, end = given[:size], given[size:]
         spilled = [saved[2 * size + i * ctx.spills :][: ctx.spills] for i in range(2 * size)]
         keep = _graph_is_kept()
         ctx.spent = not keep
