@@ -342,12 +342,14 @@ def differences(axes, ours, curves):
         row["label"]: {int(made["update"]): float(made["loss"]) for made in curves if made["run"] == row["run"]}
         for row in ours
     }
-    stored, lines = by_label.pop("stored graph", {}), []
-    for label, losses in by_label.items():
+    stored, lines = by_label.get("stored graph", {}), []
+    for i, (label, losses) in enumerate(by_label.items()):
+        if losses is stored:
+            continue
         updates = [update for update in losses if update in stored]
         apart = [abs(losses[update] - stored[update]) / stored[update] for update in updates]
         if apart:
-            axes.plot(updates, [max(d, 1e-9) for d in apart], label=label, lw=1)
+            axes.plot(updates, [max(d, 1e-9) for d in apart], label=label, lw=1, color=f"C{i}")  # as on the left
             lines.append(line(label, *(f"{statistics.median(part):.1e}" for part in (apart[:10], apart[-100:]))))
     axes.set(yscale="log", xlabel="updates", ylabel="distance of the loss from the stored graph's")
     if lines:
