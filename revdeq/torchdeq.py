@@ -35,6 +35,7 @@ from torchdeq.solver.stat import SolverStat
 from torchdeq.utils.config import DEQConfig
 from torchdeq.utils.layer_utils import deq_decorator
 
+from . import _device
 from ._solver.options import Options
 from ._solver.solve import solve
 from ._solver.stateful import modules_of
@@ -226,9 +227,9 @@ class DEQReversible(DEQBase):
 
         z = tuple(z_init) if several else z_init
         ends, device = self._ends(f_max_iter), (z_init[0] if several else z_init).device
-        draw = _generator_states(device)
+        draw = _device.generator_states(device)
         with _in_torchdeqs_words():
-            states, nfe = _solved(f, z, ends, _tolerance(given.get("tol", self.f_tol)), settings)
+            states, nfe = _solved(f, z, ends, _tolerance(given.get("tol", self.f_tol)), settings, draw)
         memory += _computed(modules)
         with _drawing(device, draw):
             info = self._statistics(f, states[-1], nfe)
@@ -271,16 +272,20 @@ class DEQReversible(DEQBase):
 
 
 def _solved(
-    f: Callable[..., Any], z: Any, ends: list[int], tol: float | None, settings: dict[str, Any]
+    f: Callable[..., Any],
+    z: Any,
+    ends: list[int],
+    tol: float | None,
+    settings: dict[str, Any],
+    draw: list[Tensor | None],
 ) -> tuple[list[Any], int]:
     """The states after these steps, and the evaluations that it took."""
     leaf = z[0] if isinstance(z, tuple) else z
     states, steps, nfe, arrived = {0: z}, 0, 0, False
-    draw = _generator_states(leaf.device) if len(set(ends)) > 1 else []
     for end in sorted(set(ends)):
         if end > steps and not arrived:
             if nfe:  # all of them see the same random draw
-                _set_generator_states(leaf.device, draw)
+                _device.set_generator_states(leaf.device, draw)
             solution = solve(f, z, max_steps=end - steps, tol=tol, **settings)
             z, nfe = solution.z, nfe + solution.nfe
             arrived = tol is not None and bool(solution.residual <= tol)
@@ -339,26 +344,15 @@ def _remembered(memory: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
             setattr(module, name, x)
 
 
-def _generator_states(device: torch.device) -> list[Tensor]:
-    own = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
-    return [torch.get_rng_state(), *own]
-
-
 @contextlib.contextmanager
-def _drawing(device: torch.device, states: list[Tensor]) -> Iterator[None]:
+def _drawing(device: torch.device, states: list[Tensor | None]) -> Iterator[None]:
     """Within, f sees the random draw of the solve; afterwards, the generators are where the solve left them."""
-    after = _generator_states(device)
-    _set_generator_states(device, states)
+    after = _device.generator_states(device)
+    _device.set_generator_states(device, states)
     try:
         yield
     finally:
-        _set_generator_states(device, after)
-
-
-def _set_generator_states(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.get_device_module(device).set_rng_state(state, device)
+        _device.set_generator_states(device, after)
 
 
 def _by_sample(state: Any) -> Tensor:
