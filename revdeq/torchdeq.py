@@ -19,7 +19,7 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -76,6 +76,8 @@ WORDS = {
     r" \(which a layer makes .*\)": "",
 }
 """What messages of `revdeq.solve` call things, and what torchdeq calls them."""
+
+F_MAX_ITER = "f_max_iter, which counts evaluations of f, two to a step"
 
 __all__ = ["DEQReversible", "add_args"]
 
@@ -204,6 +206,7 @@ class DEQReversible(DEQBase):
         if not several and not isinstance(z_init, Tensor):
             raise TypeError(f"z_init = {z_init!r} must be a tensor, or a tuple or list of tensors")
         given = dict(solver_kwargs or {})
+        _refuse_misspelt(given, (*SETTINGS, "f_max_iter", "tol"), {"f_tol": "tol", "max_steps": F_MAX_ITER})
         f_max_iter = given.get("f_max_iter")
         if f_max_iter is None:
             f_max_iter = self.f_max_iter if self.training else self.eval_f_max_iter
@@ -403,18 +406,20 @@ def _settings(config: dict[str, Any], named: dict[str, Any]) -> tuple[dict[str, 
 
 def _checked_spelling(named: dict[str, Any]) -> list[str]:
     """The names of keywords that mean nothing here, and look like none that does."""
-    for ours, theirs in {
-        "max_steps": "f_max_iter, which counts evaluations of f, two to a step",
-        "tol": "f_tol",
-    }.items():
-        if ours in named:
-            raise TypeError(f"unknown keyword {ours} = {named[ours]!r}: in torchdeq it is called {theirs}")
-    known = (*USED, *SETTINGS, *(f"rev_{name}" for name in SETTINGS), *MEANINGLESS, "gamma")
+    known = (*USED, *SETTINGS, *(f"rev_{name}" for name in SETTINGS), *MEANINGLESS)
     unknown = [name for name in named if name not in known and not name.startswith(ELSEWHERE)]
-    for name in unknown:
-        if close := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
-            raise TypeError(f"unknown keyword {name} = {named[name]!r}: did you mean {close[0]}?")
+    _refuse_misspelt({name: named[name] for name in unknown}, known, {"tol": "f_tol", "max_steps": F_MAX_ITER})
     return unknown
+
+
+def _refuse_misspelt(named: dict[str, Any], known: Collection[str], elsewhere: dict[str, str]) -> None:
+    """elsewhere: names that are used in other places, and what is meant here."""
+    for name, value in named.items():
+        if name in elsewhere:
+            raise TypeError(f"unknown keyword {name} = {value!r}: here it is called {elsewhere[name]}")
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if close and name not in known:
+            raise TypeError(f"unknown keyword {name} = {value!r}: did you mean {close[0]}?")
 
 
 def _say_what_is_ignored(config: dict[str, Any], names: list[str]) -> None:

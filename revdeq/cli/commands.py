@@ -148,7 +148,9 @@ def evaluate(parser: argparse.ArgumentParser) -> Run:
         if arguments.download:
             _download(arguments, checkpoint.load(arguments.run_folder)["preset"]["data"])
         processes = Processes(arguments.device)
-        changes = {**_changes(arguments), "evaluation_batches": arguments.batches}
+        changes = {"evaluation_batches": None, **_changes(arguments)}
+        if arguments.batches is not None:
+            changes["evaluation_batches"] = arguments.batches
         trained = training.restored(arguments.run_folder, arguments.data, changes, processes.device)
         preset, dataset = trained.preset, trained.dataset
         if arguments.split not in dataset.splits:

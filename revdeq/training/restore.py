@@ -1,6 +1,7 @@
 """A model from what its training left behind."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,9 @@ from ..models import MODELS
 from ..models.model import Model, as_changed, use
 from . import checkpoint
 from .checkpoint import CheckpointError
-from .presets import Preset, keywords, renamed
+from .presets import Preset, SettingError, Training, keywords, renamed
+
+OF_TRAINING = {field.name for field in dataclasses.fields(Training)}
 
 
 class Loaded(NamedTuple):
@@ -28,11 +31,16 @@ def loaded(
     changes: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
     shapes: Mapping[str, Any] | None = None,
+    still_used: Collection[str] = (),
 ) -> Loaded:
-    """shapes: those of the data set, where it is at hand."""
+    """shapes: those of the data set, where it is at hand.
+    still_used: settings of `Training` that mean something to what the model is loaded for."""
     saved = checkpoint.load(path)
     before = Preset.from_dict(saved["preset"])
     changes = dict(changes or {})
+    if past := [key for key in changes if key in OF_TRAINING and key not in still_used]:
+        value = changes[past[0]]
+        raise SettingError(f"{past[0]}={value!r}: it has its effect in training, which this model has behind it")
     if model is None:
         preset = described(path, before, changes)
         model = preset.build(**(shapes or shapes_of(preset, saved)))

@@ -45,6 +45,8 @@ PLATEAU_PATIENCE = 10
 SMALLEST_LR = 1e-6
 LENGTH = ("epochs", "updates")
 """Settings that may be others when a run goes on."""
+OF_EVALUATION = ("batch", "autocast", "evaluation_batches")
+"""Settings of `Training` that `evaluate` uses."""
 
 
 class Diverged(ArithmeticError):
@@ -238,7 +240,7 @@ def restored(
 
     Raises:
         CheckpointError: There is no such checkpoint, or it is damaged or of another program.
-        SettingError: There is no such setting.
+        SettingError: There is no such setting, or it means nothing after the training, as lr.
 
     Example:
         >>> small = {"updates": 2, "channels": 4, "evaluation_batches": 1}
@@ -251,7 +253,7 @@ def restored(
     preset = described(path, Preset.from_dict(saved["preset"]), changes or {})
     folder = folder or (Path(saved["folder"]) if saved["folder"] else None)
     dataset = datasets.load(preset.data, folder, preset.settings, saved.get("data", saved.get("vocabulary")))
-    model = loaded(path, None, changes, device, dataset.shapes).model
+    model = loaded(path, None, changes, device, dataset.shapes, still_used=OF_EVALUATION).model
     return Trained(preset, dataset.to(torch.device(device)), model, saved["update"], saved)
 
 

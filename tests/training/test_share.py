@@ -128,6 +128,8 @@ def test_coefficients_that_are_asked_for_replace_tuned_ones(runs, tmp_path, monk
 def test_what_cannot_be_loaded_is_named(runs, tmp_path):
     with pytest.raises(SettingError, match="prefix-tiny has no setting 'max_step' \\(did you mean max_steps"):
         revdeq.models.load(runs / "prefix-tiny", max_step=3)
+    with pytest.raises(SettingError, match="seed=3: it has its effect in training"):
+        revdeq.models.load(runs / "prefix-tiny", seed=3)
     with pytest.raises(SettingError, match="--device cuda:77: this machine has .*; use cpu, or leave it out"):
         revdeq.models.load(runs / "prefix-tiny", device="cuda:77")
     assert next(revdeq.models.load(runs / "prefix-tiny", device="meta").parameters()).is_meta

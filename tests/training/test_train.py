@@ -388,7 +388,12 @@ def test_evaluate_takes_the_whole_split_unless_it_is_told(folder, tmp_path, monk
     assert f"({len(data.tokens['test']) - 1:,} tokens), 4 evaluations of f" in said()
     assert "(128 tokens), 4 evaluations of f" in said("--batches", 1)
     assert "(128 tokens), 10 evaluations of f" in said("--batches", 1, "--set", "steps=5")
-    for wrong, message in ((("--batches", 0), "--batches 0: it must be 1 or larger"), (("--set", "lr"), "key=value")):
+    assert "(128 tokens), 4 evaluations of f" in said("--set", "evaluation_batches=1")
+    for wrong, message in (
+        (("--batches", 0), "--batches 0: it must be 1 or larger"),
+        (("--set", "lr"), "key=value"),
+        (("--set", "lr=1"), "lr=1: it has its effect in training, which this model has behind it"),
+    ):
         assert command(monkeypatch, "evaluate", tmp_path / "run/best.pt", "--data", folder, *wrong) == 1
         assert message in capsys.readouterr().err
 
