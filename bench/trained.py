@@ -29,8 +29,8 @@ def available() -> list[str]:
 def trained(block: str) -> tuple[torch.nn.Module, torch.Tensor]:
     """f, in evaluation mode, and its x for validation data."""
     data, out = Path(os.environ["REVDEQ_DATA"]), RUNS / PRESETS[block]
-    if not (out / "last.pt").exists():
-        run.train(configured(PRESETS[block], {"updates": UPDATES}), data, out, device="cpu")
+    # Once; and if the preset has become another, the run of before is refused.
+    run.train(configured(PRESETS[block], {"updates": UPDATES}), data, out, resume=True, device="cpu")
     found = run.restored(out / "last.pt", data)
     model = found.model.eval()
     equilibrium = model.scales[SCALE] if hasattr(model, "scales") else model.equilibrium

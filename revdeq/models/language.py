@@ -30,7 +30,8 @@ class LanguageModel(EquilibriumModel):
         length: Of the longest sequence.
         dropout: As for `TransformerBlock`.
         wide_heads: As for `TransformerBlock`.
-        form: "paper", "authors" for the block of the authors' code, or "residual", as for `TransformerBlock`.
+        form: "paper", "authors" for the block of the authors' code, "residual" or "pre-norm", as for
+            `TransformerBlock`.
         block: A function that makes another f, from `d`. None is `TransformerBlock`.
         max_steps: As for `revdeq.RevDEQ`.
         beta: As for `revdeq.RevDEQ`.

@@ -329,7 +329,7 @@ PRESETS = {
                 "vocabulary": 8192,
                 "dropout": 0.1,
                 "wide_heads": False,
-                "form": "residual",
+                "form": "pre-norm",
                 "max_steps": 4,
                 "beta": 0.8,
             },

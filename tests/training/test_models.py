@@ -50,7 +50,7 @@ IMPLICIT = ["single-scale", "multi-scale", "language", "puzzle"]
 EVALUATIONS = {"single-scale": 6, "multi-scale": 14, "language": 6, "puzzle": 6}
 FORMS = [
     *((name, form) for name in ("single-scale", "multi-scale") for form in ("paper", "authors")),
-    *(("language", form) for form in ("paper", "authors", "residual")),
+    *(("language", form) for form in ("paper", "authors", "residual", "pre-norm")),
 ]
 SOLVERS = ["reversible", "stored", "checkpointed", pytest.param("torchdeq", marks=needs_torchdeq)]
 
@@ -161,7 +161,7 @@ def test_image_shapes(name, form):
     assert small("resnet")(torch.randn(1, 3, 13, 17)).shape == (1, CLASSES)
 
 
-@pytest.mark.parametrize("form", ["paper", "authors", "residual"])
+@pytest.mark.parametrize("form", ["paper", "authors", "residual", "pre-norm"])
 def test_language_shapes(form):
     model = small("language", form=form)
     for shape in ((1, LENGTH), (3, 1), (5, 7)):
@@ -175,6 +175,7 @@ def test_language_shapes(form):
         small("language"),
         small("language", form="authors"),
         small("language", form="residual"),
+        small("language", form="pre-norm"),
         small("transformer"),
     ],
 )
@@ -243,12 +244,17 @@ def test_transformer_block_by_its_equation(wide_heads):
     h = norm(z + x + attention(residual, z + x))
     torch.testing.assert_close(residual(z, x), norm(h + linear(second, F.gelu(linear(first, h)))))
 
+    before = TransformerBlock(8, 2, wide_heads=wide_heads, form="pre-norm")
+    before.load_state_dict(paper.state_dict(), strict=False)
+    h = z + x + attention(before, norm(z + x))
+    torch.testing.assert_close(before(z, x), norm(h + linear(second, F.gelu(linear(first, norm(h))))))
+
 
 def test_what_a_new_language_model_sees():
     """How far the equilibrium at the last position moves when the token there changes, and when all others do: the
     numbers in the docstring of `TransformerBlock`, which vary by a tenth from seed to seed."""
     moved = {}
-    for form in ("paper", "residual"):
+    for form in ("paper", "residual", "pre-norm"):
         torch.manual_seed(0)
         model = LanguageModel(4097, 128, 4, 64, dropout=0.0, wide_heads=False, form=form)
         tokens, others = torch.randint(4097, (2, 16, 64))
@@ -259,6 +265,7 @@ def test_what_a_new_language_model_sees():
         moved[form] = [((z - before).norm() / before.norm()).item() for z in after]
     assert moved["paper"] == pytest.approx([0.09, 0.74], abs=0.15)
     assert moved["residual"] == pytest.approx([0.98, 0.17], abs=0.15)
+    assert moved["pre-norm"] == pytest.approx([0.99, 0.06], abs=0.15)
 
 
 def test_multi_scale_is_the_figure():
