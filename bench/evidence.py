@@ -44,9 +44,10 @@ from turns import one_thread, take_turns
 
 from revdeq._device import peak_memory
 from revdeq.models import PuzzleNet, ResNet, Transformer, count_parameters
-from revdeq.training import run as train
 from revdeq.training.data import load
+from revdeq.training.evaluation import evaluate, loss_of
 from revdeq.training.presets import PRESETS
+from revdeq.training.restore import restored
 
 HERE = Path(__file__).parent
 EDITION = 2
@@ -317,8 +318,8 @@ def run(words, threads, until):
 def measured(task, threads, folder, out):
     """A row, the curve and the probes of a training that has ended."""
     study = STUDIES[task.study]
-    preset, data, model, _, last = train.restored(out / "last.pt", folder)
-    test = train.evaluate(model, data, "test", dataclasses.replace(preset.training, evaluation_batches=None))
+    preset, data, model, _, last = restored(out / "last.pt", folder)
+    test = evaluate(model, data, "test", dataclasses.replace(preset.training, evaluation_batches=None))
     final = last["rows"][-1]
     explicit = test.evaluations is None
     depths = (None,) if explicit else study.depths
@@ -329,8 +330,8 @@ def measured(task, threads, folder, out):
             changes["evaluations"] = 2 * depth
         elif depth:
             changes["max_steps"] = depth
-        trained = train.restored(out / "last.pt", folder, changes)
-        return train.evaluate(trained.model, trained.dataset, split, trained.preset.training).metric
+        trained = restored(out / "last.pt", folder, changes)
+        return evaluate(trained.model, trained.dataset, split, trained.preset.training).metric
 
     row = {
         "run": f"{task.name} {int(time.time())}",
@@ -369,7 +370,7 @@ def prepared(preset, folder=None):
     data = load(preset.data, folder, preset.settings)
     model = preset.build(**data.shapes)
     batch = data.batch(torch.arange(preset.training.batch), torch.Generator().manual_seed(0))
-    return model, lambda: train.loss_of(model(batch.inputs), batch.targets)
+    return model, lambda: loss_of(model(batch.inputs), batch.targets)
 
 
 def memory(name):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from revdeq.training import run as train
+from revdeq.training.restore import restored
 
 DEPTHS = (1, 2, 4, 8, 16, 32)
 COLOURS = {"wall": (0.2, 0.2, 0.25), "free": (1, 1, 1), "path": (0.13, 0.53, 0.9), "start": (0.1, 0.65, 0.3)}
@@ -22,7 +22,7 @@ FRAMES = (*range(1, 33), 40, 48, 64)
 
 def answered(checkpoint, cells):
     """A maze, its path, and the probability of each pixel to be on the path, by the number of steps."""
-    trained = train.restored(checkpoint, None, {"cells": cells})
+    trained = restored(checkpoint, None, {"cells": cells})
     generator = torch.Generator().manual_seed(7)
     inputs, targets = (
         torch.cat(part) for part in zip(*(trained.dataset.made(50, generator) for _ in range(4)), strict=True)

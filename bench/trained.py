@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from revdeq.training import run
 from revdeq.training.presets import configured
+from revdeq.training.restore import restored
+from revdeq.training.run import train
 
 RUNS = Path(__file__).parent.parent / "runs" / "bench"
 UPDATES = 300
@@ -30,8 +31,8 @@ def trained(block: str) -> tuple[torch.nn.Module, torch.Tensor]:
     """f, in evaluation mode, and its x for validation data."""
     data, out = Path(os.environ["REVDEQ_DATA"]), RUNS / PRESETS[block]
     # Once; and if the preset has become another, the run of before is refused.
-    run.train(configured(PRESETS[block], {"updates": UPDATES}), data, out, resume=True, device="cpu")
-    found = run.restored(out / "last.pt", data)
+    train(configured(PRESETS[block], {"updates": UPDATES}), data, out, resume=True, device="cpu")
+    found = restored(out / "last.pt", data)
     model = found.model.eval()
     equilibrium = model.scales[SCALE] if hasattr(model, "scales") else model.equilibrium
     seen: list[torch.Tensor] = []

@@ -206,7 +206,9 @@ class DEQReversible(DEQBase):
         if not several and not isinstance(z_init, Tensor):
             raise TypeError(f"z_init = {z_init!r} must be a tensor, or a tuple or list of tensors")
         given = dict(solver_kwargs or {})
-        _refuse_misspelt(given, (*SETTINGS, "f_max_iter", "tol"), {"f_tol": "tol", "max_steps": F_MAX_ITER})
+        _refuse_misspelt(
+            given, (*SETTINGS, "f_max_iter", "tol"), {"f_tol": "tol", "max_steps": F_MAX_ITER}, "solver_kwargs"
+        )
         f_max_iter = given.get("f_max_iter")
         if f_max_iter is None:
             f_max_iter = self.f_max_iter if self.training else self.eval_f_max_iter
@@ -408,15 +410,16 @@ def _checked_spelling(named: dict[str, Any]) -> list[str]:
     """The names of keywords that mean nothing here, and look like none that does."""
     known = (*USED, *SETTINGS, *(f"rev_{name}" for name in SETTINGS), *MEANINGLESS)
     unknown = [name for name in named if name not in known and not name.startswith(ELSEWHERE)]
-    _refuse_misspelt({name: named[name] for name in unknown}, known, {"tol": "f_tol", "max_steps": F_MAX_ITER})
+    elsewhere = {"tol": "f_tol", "max_steps": F_MAX_ITER}
+    _refuse_misspelt({name: named[name] for name in unknown}, known, elsewhere, "torchdeq")
     return unknown
 
 
-def _refuse_misspelt(named: dict[str, Any], known: Collection[str], elsewhere: dict[str, str]) -> None:
-    """elsewhere: names that are used in other places, and what is meant here."""
+def _refuse_misspelt(named: dict[str, Any], known: Collection[str], elsewhere: dict[str, str], here: str) -> None:
+    """elsewhere: names that are used in other places, and what they are called here."""
     for name, value in named.items():
         if name in elsewhere:
-            raise TypeError(f"unknown keyword {name} = {value!r}: here it is called {elsewhere[name]}")
+            raise TypeError(f"unknown keyword {name} = {value!r}: in {here} it is called {elsewhere[name]}")
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         if close and name not in known:
             raise TypeError(f"unknown keyword {name} = {value!r}: did you mean {close[0]}?")

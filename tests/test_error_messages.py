@@ -584,6 +584,8 @@ TORCHDEQ = [
      "unknown keyword max_steps = 4: in torchdeq it is called f_max_iter, which counts evaluations of "
      "f, two to a step"),
     ("our name of f_tol", core(tol=0.1), TypeError, "unknown keyword tol = 0.1: in torchdeq it is called f_tol"),
+    ("f_tol in one call", core(lambda deq: deq(torch.cos, torch.zeros(2), {"f_tol": 0.1})), TypeError,
+     "unknown keyword f_tol = 0.1: in solver_kwargs it is called tol"),
     ("a misspelt keyword", core(f_maxiter=4), TypeError, "unknown keyword f_maxiter = 4: did you mean f_max_iter?"),
     ("a state that is none", core(lambda deq: deq(torch.cos, 3)), TypeError,
      "z_init = 3 must be a tensor, or a tuple or list of tensors"),

@@ -80,7 +80,7 @@ def train(parser: argparse.ArgumentParser) -> Run:
 
     def run(arguments: argparse.Namespace) -> int:
         from ..training import log
-        from ..training import run as training
+        from ..training.run import train
 
         preset, out = _chosen(arguments)
         if arguments.dry_run:
@@ -91,7 +91,7 @@ def train(parser: argparse.ArgumentParser) -> Run:
         _download(arguments, preset.data)
         callback = log.LOGS[arguments.log](out) if arguments.log else None
         resume = arguments.resume is not None
-        training.train(preset, arguments.data, out, resume, arguments.device, callback=callback)
+        train(preset, arguments.data, out, resume, arguments.device, callback=callback)
         return 0
 
     return _guarded(run)
@@ -138,8 +138,8 @@ def evaluate(parser: argparse.ArgumentParser) -> Run:
     _settings_option(parser, "a setting to differ from the training's, for example max_steps=80")
 
     def run(arguments: argparse.Namespace) -> int:
+        from .. import training
         from ..training import checkpoint
-        from ..training import run as training
         from ..training.presets import SettingError
         from ..training.processes import Processes
 

@@ -8,9 +8,11 @@ from typing import Any as _Any
 
 _PLACES = {
     "checkpoint": ("CheckpointError",),
+    "evaluation": ("Score", "evaluate"),
     "log": ("TensorBoard",),
     "presets": ("PRESETS", "Preset", "SettingError", "Training", "configured"),
-    "run": ("Diverged", "Score", "Stopped", "Trained", "evaluate", "restored", "train"),
+    "restore": ("Trained", "restored"),
+    "run": ("Diverged", "Stopped", "train"),
 }
 """What is public, and the module that has it, which is imported when it is first asked for: `--help` needs no NumPy."""
 

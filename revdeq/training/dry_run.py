@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..models import count_parameters
 from ..models.equilibrium import Equilibrium
 from . import data
+from .evaluation import loss_of
 from .presets import Preset, Training
-from .run import loss_of
 
 OPTIMISER_BYTES = 16
 """Per parameter: itself, its gradient, and AdamW's two moments, in float32."""

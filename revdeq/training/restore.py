@@ -10,8 +10,10 @@ from torch import nn
 
 from ..models import MODELS
 from ..models.model import Model, as_changed, use
-from . import checkpoint
+from . import checkpoint, evaluation
+from . import data as datasets
 from .checkpoint import CheckpointError
+from .data import DataSet
 from .presets import Preset, SettingError, Training, keywords, renamed
 
 OF_TRAINING = {field.name for field in dataclasses.fields(Training)}
@@ -87,8 +89,64 @@ def _of_the_model(preset: Preset, changes: Mapping[str, Any]) -> dict[str, Any]:
 def shapes_of(preset: Preset, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     if "shapes" in saved:
         return saved["shapes"]
-    from . import data  # of a checkpoint of version 0.1.0
-
-    _, shapes = data.example(preset.data, preset.settings)
+    _, shapes = datasets.example(preset.data, preset.settings)  # of a checkpoint of version 0.1.0
     kept = saved.get("data", saved.get("vocabulary"))
     return shapes if kept is None else {"vocabulary": len(kept["kept"]) + 1}
+
+
+class Trained(NamedTuple):
+    """What `restored` finds in a checkpoint.
+
+    Attributes:
+        preset: What was trained, with the changes that were asked for.
+        dataset: The data.
+        model: The model, with its weights.
+        update: The number of updates that it was trained for.
+        saved: All that the checkpoint holds.
+
+    Example:
+        >>> revdeq.training.Trained._fields
+        ('preset', 'dataset', 'model', 'update', 'saved')
+    """
+
+    preset: Preset
+    dataset: DataSet
+    model: nn.Module
+    update: int
+    saved: Mapping[str, Any]
+
+
+def restored(
+    path: Path,
+    folder: Path | None = None,
+    changes: Mapping[str, Any] | None = None,
+    device: str | torch.device = "cpu",
+) -> Trained:
+    """The model in a checkpoint, and the data that it was trained on.
+
+    Args:
+        path: The folder of a run, or one that `save_pretrained` wrote, or a checkpoint.
+        folder: Where the files of the data set are. None is where the training found them.
+        changes: Settings to differ from those of the training, max_steps for example.
+        device: Where to put the model and the data.
+
+    Returns:
+        A `Trained`.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is damaged or of another program.
+        SettingError: There is no such setting, or it means nothing after the training, as lr.
+
+    Example:
+        >>> small = {"updates": 2, "channels": 4, "evaluation_batches": 1}
+        >>> rows = revdeq.train("prefix-tiny", None, "runs/prefix", device="cpu", quiet=True, **small)
+        >>> trained = revdeq.training.restored(Path("runs/prefix"), changes={"max_steps": 40})
+        >>> trained.model.equilibrium.max_steps
+        40
+    """
+    saved = checkpoint.load(path)
+    preset = described(path, Preset.from_dict(saved["preset"]), changes or {})
+    folder = folder or (Path(saved["folder"]) if saved["folder"] else None)
+    dataset = datasets.load(preset.data, folder, preset.settings, saved.get("data", saved.get("vocabulary")))
+    model = loaded(path, None, changes, device, dataset.shapes, still_used=evaluation.SETTINGS).model
+    return Trained(preset, dataset.to(torch.device(device)), model, saved["update"], saved)

@@ -4,9 +4,7 @@ The batch of an update is a function of the seed and the update's number, and of
 its last checkpoint as if nothing had happened, bit for bit on the CPU with the same number of threads.
 """
 
-import copy
 import dataclasses
-import itertools
 import math
 import os
 import random
@@ -17,11 +15,10 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -36,17 +33,16 @@ from . import data as datasets
 from .checkpoint import CheckpointError
 from .data import DataError, DataSet
 from .data.dataset import Batch
+from .evaluation import autocast, evaluate, loss_of
 from .presets import Preset, SettingError, Training, configured, nearest
 from .processes import Processes
-from .restore import described, loaded
+from .schedule import scheduled
+from .trial import check_parameters, no_model, not_finite, try_out
 
 PLATEAU_WINDOW = 200
-PLATEAU_PATIENCE = 10
 SMALLEST_LR = 1e-6
 LENGTH = ("epochs", "updates")
 """Settings that may be others when a run goes on."""
-OF_EVALUATION = ("batch", "autocast", "evaluation_batches")
-"""Settings of `Training` that `evaluate` uses."""
 
 
 class Diverged(ArithmeticError):
@@ -59,28 +55,6 @@ class Stopped(Exception):
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.number = number
-
-
-class Score(NamedTuple):
-    """What `evaluate` found.
-
-    Attributes:
-        loss: The mean loss of a target.
-        metric: The accuracy, the perplexity, or whatever the data set is judged by.
-        targets: The number of targets.
-        evaluations: How often f was evaluated for an example, on average; None for an explicit model.
-        residual: The mean residual; None for an explicit model.
-
-    Example:
-        >>> revdeq.training.Score(loss=0.5, metric=0.8, targets=100, evaluations=8.0, residual=1e-3).metric
-        0.8
-    """
-
-    loss: float
-    metric: float
-    targets: int
-    evaluations: float | None
-    residual: float | None
 
 
 Callback = Callable[[dict[str, Any]], object]
@@ -142,7 +116,7 @@ def train(
             own, preset = model, Preset(type(model).__name__, "", type(model).__name__, {}, _training(settings))
             return _train(own, preset, data, None, Path(out), resume, processes, quiet, callback)
         if not isinstance(model, (str, Preset)):
-            raise TypeError(_no_model(model))
+            raise TypeError(no_model(model))
         if data is not None and not isinstance(data, (str, os.PathLike)):
             raise DataError(
                 f"data is of type {type(data).__name__}: for a preset it is the folder with the files of its data set; "
@@ -151,15 +125,6 @@ def train(
         preset = configured(model, settings) if isinstance(model, str) else model.changed(settings)
         folder = None if data is None else Path(data)
         return _train(None, preset, None, folder, Path(out), resume, processes, quiet, callback)
-
-
-def _no_model(model: Any) -> str:
-    name = getattr(model, "__name__", "model")
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        return f"model is the class {name}: make one, train({name}(...), ...)"
-    if callable(model):
-        return f"model is a function: call it, train({name}(), ...)"
-    return f"model is of type {type(model).__name__}: pass a module, or the name of a preset"
 
 
 def _training(settings: Mapping[str, Any]) -> Training:
@@ -197,64 +162,6 @@ def _train(
     if saved is not None:
         run.load(saved, last)
     return run.go(resume)
-
-
-class Trained(NamedTuple):
-    """What `restored` finds in a checkpoint.
-
-    Attributes:
-        preset: What was trained, with the changes that were asked for.
-        dataset: The data.
-        model: The model, with its weights.
-        update: The number of updates that it was trained for.
-        saved: All that the checkpoint holds.
-
-    Example:
-        >>> revdeq.training.Trained._fields
-        ('preset', 'dataset', 'model', 'update', 'saved')
-    """
-
-    preset: Preset
-    dataset: DataSet
-    model: nn.Module
-    update: int
-    saved: Mapping[str, Any]
-
-
-def restored(
-    path: Path,
-    folder: Path | None = None,
-    changes: Mapping[str, Any] | None = None,
-    device: str | torch.device = "cpu",
-) -> Trained:
-    """The model in a checkpoint, and the data that it was trained on.
-
-    Args:
-        path: The folder of a run, or one that `save_pretrained` wrote, or a checkpoint.
-        folder: Where the files of the data set are. None is where the training found them.
-        changes: Settings to differ from those of the training, max_steps for example.
-        device: Where to put the model and the data.
-
-    Returns:
-        A `Trained`.
-
-    Raises:
-        CheckpointError: There is no such checkpoint, or it is damaged or of another program.
-        SettingError: There is no such setting, or it means nothing after the training, as lr.
-
-    Example:
-        >>> small = {"updates": 2, "channels": 4, "evaluation_batches": 1}
-        >>> rows = revdeq.train("prefix-tiny", None, "runs/prefix", device="cpu", quiet=True, **small)
-        >>> trained = revdeq.training.restored(Path("runs/prefix"), changes={"max_steps": 40})
-        >>> trained.model.equilibrium.max_steps
-        40
-    """
-    saved = checkpoint.load(path)
-    preset = described(path, Preset.from_dict(saved["preset"]), changes or {})
-    folder = folder or (Path(saved["folder"]) if saved["folder"] else None)
-    dataset = datasets.load(preset.data, folder, preset.settings, saved.get("data", saved.get("vocabulary")))
-    model = loaded(path, None, changes, device, dataset.shapes, still_used=OF_EVALUATION).model
-    return Trained(preset, dataset.to(torch.device(device)), model, saved["update"], saved)
 
 
 def _saved(last: Path, preset: Preset, resume: bool) -> dict[str, Any] | None:
@@ -312,16 +219,19 @@ class Run:
         if processes.size > 1 and processes.device.type != "cpu":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if of_others:
-            _check_parameters(model)
+            check_parameters(model)
         self.model = model.to(processes.device)
+        self.order: tuple[int, Tensor] | None = None
         if of_others:
-            self._try_out()
+            block = preset.settings.get("block")
+            what = f"model={type(model).__name__}" if block is None else f"block={name_of(block)}"
+            try_out(self.model, what, self._batch_of(0), training.autocast, processes.device)
         self.parameters = count_parameters(self.model)
         if training.compile:
             _compile_f(self.model)
         self.parallel = processes.wrapped(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.lr, weight_decay=training.weight_decay)
-        self.schedule = _schedule(self.optimizer, training.schedule, training.warmup, self.total)
+        self.schedule = scheduled(self.optimizer, training.schedule, training.warmup, self.total)
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=training.autocast == "float16")
 
         self.update, self.seconds = 0, 0.0
@@ -330,7 +240,6 @@ class Run:
         self.window: list[float] = []  # since the plateau was last looked at
         self.rows: list[dict[str, Any]] = []
         self.best: float | None = None
-        self.order: tuple[int, Tensor] | None = None
         self.signal = 0
         self.progress: record.Progress | None = None
         # Dropout differs between processes.
@@ -414,7 +323,7 @@ class Run:
         losses = []
         for i in range(count):
             with self.processes.apart(self.parallel, i + 1 < count):
-                with torch.autocast(self.processes.device.type, **_autocast(self.training.autocast)):
+                with torch.autocast(self.processes.device.type, **autocast(self.training.autocast)):
                     outputs = self.parallel(inputs[i])
                 losses.append(loss_of(outputs, targets[i]) / count)
                 self.scaler.scale(losses[-1]).backward()
@@ -428,38 +337,11 @@ class Run:
             self.schedule.step()
         return loss
 
-    def _try_out(self) -> None:
-        """What is wrong with a model or a block of one's own is said now, of two examples, and not in the middle."""
-        generators = checkpoint.generators(self.processes.device)
-        batch = self.dataset.order(_generator(self.training.seed, "order", 0))[: self.training.batch]
-        inputs, targets, _ = self.dataset.batch(batch, _generator(self.training.seed, "augmentation", 0))
-        classes, doubt = targets, _not_finite(inputs, targets)
-        inputs, targets = inputs[:2], targets[:2]
-        model = copy.deepcopy(self.model).train()
-        block = self.preset.settings.get("block")
-        what = f"model={type(model).__name__}" if block is None else f"block={name_of(block)}"
-        try:
-            with torch.autocast(self.processes.device.type, **_autocast(self.training.autocast)):
-                outputs = model(inputs)
-            wrong = _misfit(outputs, targets) or _out_of_range(outputs, classes)
-            if not wrong:
-                loss_of(outputs, targets).backward()
-        except (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError) as error:
-            wrong = f"{type(error).__name__}: {error}"
-            wrong = f"{doubt} ({wrong})" if doubt else wrong
-        finally:
-            checkpoint.restore_generators(generators, self.processes.device)
-        if wrong:
-            raise SettingError(
-                f"{what} cannot be trained on this data, inputs of shape {tuple(inputs.shape)}, tried with two "
-                f"examples: {wrong}"
-            )
-
     def _tune(self, inputs: Tensor) -> None:
         """All processes take what the first one finds for its share of the batch."""
         self.model.eval()  # so that no running statistic moves
         if self.processes.first:
-            with torch.autocast(self.processes.device.type, **_autocast(self.training.autocast)):
+            with torch.autocast(self.processes.device.type, **autocast(self.training.autocast)):
                 tune_layers(self.model, inputs)
         for layer in self.model.modules():
             if isinstance(layer, RevDEQ):
@@ -530,7 +412,7 @@ class Run:
     def _diverged(self, update: int, what: str) -> Diverged:
         last = self.out / "last.pt"
         inputs, targets, _ = self._batch_of(update - 1)
-        if doubt := _not_finite(inputs, targets):
+        if doubt := not_finite(inputs, targets):
             return Diverged(f"update {update:,} has bad data: {doubt} ({what})")
         return Diverged(
             f"update {update:,}: {what}. The training diverged: try a smaller lr (it was {self.training.lr}), clip=1.0,"
@@ -629,7 +511,7 @@ class Run:
             self.schedule.load_state_dict(saved["schedule"])
             return
         stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=training.lr)
-        schedule = _schedule(stand_in, training.schedule, training.warmup, self.total)
+        schedule = scheduled(stand_in, training.schedule, training.warmup, self.total)
         assert isinstance(schedule, lr_scheduler.LRScheduler)
         for _ in range(min(self.update, self.total)):
             stand_in.step()
@@ -642,100 +524,6 @@ def _rounded(value: float | list[float]) -> str:
     return f"({', '.join(map(_rounded, value))})" if isinstance(value, list) else f"{value:.3g}"
 
 
-def loss_of(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """The cross-entropy of logits, or the squared error where targets are not classes but numbers."""
-    if targets.is_floating_point():
-        return F.mse_loss(outputs.float(), targets.float(), reduction=reduction)
-    return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten().long(), reduction=reduction)
-
-
-def _check_parameters(model: nn.Module) -> None:
-    name = type(model).__name__
-    if any(nn.parameter.is_lazy(p) for p in model.parameters()):
-        raise SettingError(
-            f"model={name} has lazy layers, whose parameters are not there yet: call it with a batch of inputs once, "
-            "and train it then"
-        )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise SettingError(
-            f"model={name} has no parameter that requires a gradient, and so nothing to train: use "
-            "model.requires_grad_() on what is to learn"
-        )
-
-
-def _not_finite(inputs: Tensor, targets: Tensor) -> str:
-    """Where a batch has NaN or infinity in it. Some models take these, and so they are looked for only in trouble."""
-    for name, part in (("inputs", inputs), ("targets", targets)):
-        if not bool(part.isfinite().all()):
-            return f"{name} in this batch are NaN or infinite: clean the data, with {name}.isfinite(), for example"
-    return ""
-
-
-def _misfit(outputs: Any, targets: Tensor) -> str:
-    """Why there is no loss of these."""
-    if not isinstance(outputs, Tensor):
-        return f"it returns a {type(outputs).__name__}, and must return a tensor"
-    shape, expected = tuple(outputs.shape), tuple(targets.shape)
-    if targets.is_floating_point():
-        return "" if shape == expected else f"it returns the shape {shape}, and must return that of targets, {expected}"
-    if shape[:-1] != expected:
-        return f"it returns the shape {shape}, and must return {(*expected, 'classes')} for targets of shape {expected}"
-    return ""
-
-
-def _out_of_range(outputs: Tensor, targets: Tensor) -> str:
-    if targets.is_floating_point() or 0 <= int(targets.min()) <= int(targets.max()) < outputs.shape[-1]:
-        return ""
-    low, high = int(targets.min()), int(targets.max())
-    return f"it tells {outputs.shape[-1]} classes apart, and targets go from {low} to {high}: they are counted from 0"
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, dataset: DataSet, split: str, training: Training, processes: Processes | None = None
-) -> Score:
-    """The loss and the metric of a model on a split.
-
-    Args:
-        model: The model, which is put into evaluation mode.
-        dataset: The data.
-        split: One of `dataset.splits`.
-        training: Its batch size, its autocast and the number of its evaluation_batches are used.
-        processes: Each takes a share of the batches. None is those of torchrun, or this one.
-
-    Returns:
-        A `Score`.
-
-    Example:
-        >>> preset = revdeq.training.configured("prefix-tiny", {"channels": 4, "evaluation_batches": 1})
-        >>> dataset = revdeq.training.data.load(preset.data, None, preset.settings)
-        >>> model = preset.build(**dataset.shapes)
-        >>> score = revdeq.training.evaluate(model, dataset, "test", preset.training)
-        >>> score.targets  # 32 strings of 16 bits
-        512
-    """
-    processes = processes or Processes()
-    model.eval()
-    sums = torch.zeros(6, dtype=torch.float64)
-    batches = dataset.evaluation(split, training.batch)
-    for batch in itertools.islice(batches, processes.rank, training.evaluation_batches, processes.size):
-        with torch.autocast(processes.device.type, **_autocast(training.autocast)):
-            outputs = model(batch.inputs)
-        loss = loss_of(outputs, batch.targets, "sum").item() + batch.surcharge
-        count, examples = batch.targets.numel(), len(batch.targets)
-        found = outputs if batch.targets.is_floating_point() else outputs.argmax(-1)
-        right = (found == batch.targets).reshape(examples, -1).all(1).sum().item()
-        last = last_of(model)
-        nfe, residual = (last.nfe, float(last.residual)) if last is not None else (math.nan, math.nan)
-        sums += torch.tensor([loss, right, count, examples, nfe * count, residual * count], dtype=torch.float64)
-    loss, right, count, examples, nfe, residual = processes.total(sums).tolist()
-    metric = dataset.metric.of(loss / count, right / examples)
-    explicit = math.isnan(nfe)
-    return Score(
-        loss / count, metric, int(count), None if explicit else nfe / count, None if explicit else residual / count
-    )
-
-
 def peak_memory(device: torch.device) -> int:
     """In bytes: of the tensors on a GPU, of the whole process on the CPU."""
     if (allocated := _device.allocated(device)) is not None:
@@ -746,26 +534,6 @@ def peak_memory(device: torch.device) -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def _autocast(dtype: str | None) -> dict[str, Any]:
-    return {"enabled": dtype is not None, "dtype": getattr(torch, dtype) if dtype else None}
-
-
-def _schedule(
-    optimizer: torch.optim.Optimizer, name: str, warmup: int, total: int
-) -> lr_scheduler.LRScheduler | lr_scheduler.ReduceLROnPlateau | None:
-    if name == "plateau":
-        # torch counts the windows that are let pass, the paper the one at which lr is halved
-        return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=PLATEAU_PATIENCE - 1)
-    if name == "constant":
-        return None
-    warmup = min(warmup, total - 1)
-    falling = lr_scheduler.CosineAnnealingLR(optimizer, T_max=total - warmup)
-    if not warmup:
-        return falling
-    rising = lr_scheduler.LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)
-    return lr_scheduler.SequentialLR(optimizer, [rising, falling], [warmup])
 
 
 def _compile_f(model: nn.Module) -> None:

@@ -232,7 +232,9 @@ def test_what_one_call_may_ask_for():
     with pytest.raises(TypeError, match="z_init = 3 must be a tensor"):
         deq(torch.cos, 3)
     for name, meant in (("betta", "beta"), ("max_iter", "f_max_iter"), ("f_tol", "tol"), ("max_steps", "f_max_iter")):
-        with pytest.raises(TypeError, match=f"unknown keyword {name} = 4: (did you mean|here it is called) {meant}"):
+        with pytest.raises(
+            TypeError, match=f"unknown keyword {name} = 4: (did you mean|in solver_kwargs it is called) {meant}"
+        ):
             deq(torch.cos, z0, solver_kwargs={name: 4})
 
 

@@ -11,8 +11,8 @@ from revdeq import __main__
 from revdeq._device import peak_memory
 from revdeq.models import Equilibrium
 from revdeq.training import data, dry_run
+from revdeq.training.evaluation import loss_of
 from revdeq.training.presets import PRESETS, configured
-from revdeq.training.run import loss_of
 
 pytest.importorskip("tiktoken", reason="needs revdeq[train]")
 BATCH = 8

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+import revdeq
 from revdeq.models import PuzzleModel, PuzzleNet, count_parameters
 from revdeq.training import run as train
 from revdeq.training.data import DATASETS, DataError, Entry, Mazes, PrefixSums
@@ -145,7 +146,7 @@ def test_a_data_set_of_ones_own_is_a_class_and_an_entry(tmp_path, monkeypatch):
     preset = Preset("complement-tiny", "complement", "puzzle", {"channels": 8, "max_steps": 2}, training)
     rows = train.train(preset.changed({"ones": 0.4}), None, tmp_path / "run", quiet=True)
     assert rows[-1]["metric"] == 1.0
-    trained = train.restored(tmp_path / "run/best.pt", None)
+    trained = revdeq.training.restored(tmp_path / "run/best.pt", None)
     assert trained.dataset.ones == 0.4 and trained.dataset.splits == ("held out",)
 
 
@@ -155,8 +156,8 @@ def test_more_steps_solve_larger_puzzles_than_those_of_the_training(tmp_path):
 
     def solved(bits, max_steps):
         changes = {"bits": bits, "max_steps": max_steps, "evaluation_batches": 4}
-        trained = train.restored(tmp_path / "run/last.pt", None, changes)
-        return train.evaluate(trained.model, trained.dataset, "test", trained.preset.training).metric
+        trained = revdeq.training.restored(tmp_path / "run/last.pt", None, changes)
+        return revdeq.training.evaluate(trained.model, trained.dataset, "test", trained.preset.training).metric
 
     assert solved(8, 8) > 0.98
     assert solved(24, 3) < 0.1

@@ -15,7 +15,6 @@ import revdeq
 from revdeq import __main__
 from revdeq.models import LanguageModel, MultiScale, PuzzleModel, ResNet, SingleScale
 from revdeq.training import checkpoint
-from revdeq.training import run as train
 from revdeq.training.checkpoint import CheckpointError
 from revdeq.training.classify import classify, read
 from revdeq.training.data import DataError
@@ -92,7 +91,7 @@ def said(monkeypatch, capsys, *arguments):
 @pytest.mark.parametrize("name", SMALL)
 def test_a_run_is_loaded_in_one_line_as_its_training_left_it(name, runs, data):
     model, x = revdeq.models.load(runs / name), INPUTS[name]()
-    expected = train.restored(runs / name / "best.pt", data).model
+    expected = revdeq.training.restored(runs / name / "best.pt", data).model
     assert isinstance(model, KINDS[name]) and not model.training
     with torch.no_grad():
         assert torch.equal(model(x), expected.eval()(x))
@@ -146,7 +145,7 @@ def test_what_cannot_be_loaded_is_named(runs, tmp_path):
     with pytest.raises(CheckpointError, match="is of a model of your own, Linear: make it, and revdeq.models.load"):
         revdeq.models.load(tmp_path / "run")
     with pytest.raises(CheckpointError, match="is of a model of your own, Linear"):
-        train.restored(tmp_path / "run")
+        revdeq.training.restored(tmp_path / "run")
 
 
 def test_a_checkpoint_without_its_shapes_is_loaded(runs, tmp_path):

@@ -25,6 +25,7 @@ from revdeq.training import run as train
 from revdeq.training.data import Cifar10, WikiText
 from revdeq.training.presets import PRESETS, SettingError, Training, configured
 from revdeq.training.processes import Processes
+from revdeq.training.schedule import scheduled
 
 pytest.importorskip("tiktoken", reason="needs revdeq[train]")
 
@@ -345,7 +346,7 @@ def test_perplexity_of_a_restricted_vocabulary_is_that_of_all_tokens(folder):
         def forward(self, tokens):
             return logits.expand(*tokens.shape, -1)
 
-    found = train.evaluate(Constant(), data, "valid", Training(batch=4))
+    found = revdeq.training.evaluate(Constant(), data, "valid", Training(batch=4))
     p = logits.double().softmax(0).numpy()[v.ids] * np.exp(-v.surcharge)
     assert len(p) == v.encoded == 263 and p.sum() == pytest.approx(1)
     expected = -np.log(p[data.tokens["valid"][1:]]).mean()
@@ -370,7 +371,7 @@ def test_a_part_of_a_split_counts_the_tokens_of_that_part(folder):
 
     batches = list(data.evaluation("valid", 4))
     for count in (1, 2, None):
-        score = train.evaluate(Certain(), data, "valid", Training(batch=4, evaluation_batches=count))
+        score = revdeq.training.evaluate(Certain(), data, "valid", Training(batch=4, evaluation_batches=count))
         tokens = data.tokens["valid"][1 : 1 + 64 * count] if count else data.tokens["valid"][1:]
         assert score.targets == len(tokens) and score.loss == pytest.approx(v.surcharge[tokens].mean(), rel=1e-6)
 
@@ -404,13 +405,13 @@ def test_a_checkpoint_of_version_0_1_0_is_read(folder, tmp_path):
         train.train(small(name, updates=4), folder, tmp_path / name, quiet=True)
         path = tmp_path / name / "best.pt"
         saved = checkpoint.load(path)
-        expected = train.restored(path, folder)
+        expected = revdeq.training.restored(path, folder)
         preset = saved["preset"]
         preset["settings"]["steps"] = preset["settings"].pop("max_steps")
         preset["training"]["vocabulary"] = preset["settings"].pop("vocabulary", "full")
         saved["vocabulary"] = saved.pop("data")
         checkpoint.save(path, saved)
-        trained = train.restored(path, folder)
+        trained = revdeq.training.restored(path, folder)
         assert equal(trained.model.state_dict(), expected.model.state_dict())
         assert trained.preset.settings["max_steps"] == SETTINGS[name]["max_steps"]
         if name == "cifar10-tiny":
@@ -439,10 +440,10 @@ def test_a_number_of_steps_is_drawn_for_every_update(folder, tmp_path, monkeypat
     rows = train.train(preset, folder, tmp_path / "whole", quiet=True)
     whole = list(taken)
     assert len(whole) == 14 and {*whole} <= {*range(2, 10)} and len({*whole}) > 3
-    model = train.restored(tmp_path / "whole/last.pt", folder).model
+    model = revdeq.training.restored(tmp_path / "whole/last.pt", folder).model
     assert model.equilibrium.max_steps == 9  # of an evaluation
     assert (
-        train.evaluate(model, WikiText("wikitext-2", folder, 16, 20), "valid", preset.training).loss
+        revdeq.training.evaluate(model, WikiText("wikitext-2", folder, 16, 20), "valid", preset.training).loss
         == (rows[-1]["evaluation_loss"])
     )
     taken.clear()
@@ -526,7 +527,7 @@ def test_compiling_f_keeps_the_names_in_a_checkpoint(folder, tmp_path, monkeypat
 
 def test_the_plateau_halves_after_ten_windows_without_progress():
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = train._schedule(optimizer, "plateau", 0, 100)
+    schedule = scheduled(optimizer, "plateau", 0, 100)
     rates = []
     for loss in [3.0, 2.0, *[2.0] * 20, 1.0]:
         schedule.step(loss)
@@ -536,7 +537,7 @@ def test_the_plateau_halves_after_ten_windows_without_progress():
 
 def test_the_cosine_rises_and_falls():
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = train._schedule(optimizer, "cosine", 4, 24)
+    schedule = scheduled(optimizer, "cosine", 4, 24)
     rates = []
     for _ in range(24):
         rates.append(optimizer.param_groups[0]["lr"])

@@ -1,0 +1,97 @@
+"""How good a model is."""
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..models.equilibrium import last_of
+from .data import DataSet
+from .presets import Training
+from .processes import Processes
+
+SETTINGS = ("batch", "autocast", "evaluation_batches")
+"""What `evaluate` uses of `Training`."""
+
+
+class Score(NamedTuple):
+    """What `evaluate` found.
+
+    Attributes:
+        loss: The mean loss of a target.
+        metric: The accuracy, the perplexity, or whatever the data set is judged by.
+        targets: The number of targets.
+        evaluations: How often f was evaluated for an example, on average; None for an explicit model.
+        residual: The mean residual; None for an explicit model.
+
+    Example:
+        >>> revdeq.training.Score(loss=0.5, metric=0.8, targets=100, evaluations=8.0, residual=1e-3).metric
+        0.8
+    """
+
+    loss: float
+    metric: float
+    targets: int
+    evaluations: float | None
+    residual: float | None
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, dataset: DataSet, split: str, training: Training, processes: Processes | None = None
+) -> Score:
+    """The loss and the metric of a model on a split.
+
+    Args:
+        model: The model, which is put into evaluation mode.
+        dataset: The data.
+        split: One of `dataset.splits`.
+        training: Its batch size, its autocast and the number of its evaluation_batches are used.
+        processes: Each takes a share of the batches. None is those of torchrun, or this one.
+
+    Returns:
+        A `Score`.
+
+    Example:
+        >>> preset = revdeq.training.configured("prefix-tiny", {"channels": 4, "evaluation_batches": 1})
+        >>> dataset = revdeq.training.data.load(preset.data, None, preset.settings)
+        >>> model = preset.build(**dataset.shapes)
+        >>> score = revdeq.training.evaluate(model, dataset, "test", preset.training)
+        >>> score.targets  # 32 strings of 16 bits
+        512
+    """
+    processes = processes or Processes()
+    model.eval()
+    sums = torch.zeros(6, dtype=torch.float64)
+    batches = dataset.evaluation(split, training.batch)
+    for batch in itertools.islice(batches, processes.rank, training.evaluation_batches, processes.size):
+        with torch.autocast(processes.device.type, **autocast(training.autocast)):
+            outputs = model(batch.inputs)
+        loss = loss_of(outputs, batch.targets, "sum").item() + batch.surcharge
+        count, examples = batch.targets.numel(), len(batch.targets)
+        found = outputs if batch.targets.is_floating_point() else outputs.argmax(-1)
+        right = (found == batch.targets).reshape(examples, -1).all(1).sum().item()
+        last = last_of(model)
+        nfe, residual = (last.nfe, float(last.residual)) if last is not None else (math.nan, math.nan)
+        sums += torch.tensor([loss, right, count, examples, nfe * count, residual * count], dtype=torch.float64)
+    loss, right, count, examples, nfe, residual = processes.total(sums).tolist()
+    metric = dataset.metric.of(loss / count, right / examples)
+    explicit = math.isnan(nfe)
+    return Score(
+        loss / count, metric, int(count), None if explicit else nfe / count, None if explicit else residual / count
+    )
+
+
+def loss_of(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """The cross-entropy of logits, or the squared error where targets are not classes but numbers."""
+    if targets.is_floating_point():
+        return F.mse_loss(outputs.float(), targets.float(), reduction=reduction)
+    return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten().long(), reduction=reduction)
+
+
+def autocast(dtype: str | None) -> dict[str, Any]:
+    """Arguments of torch.autocast."""
+    return {"enabled": dtype is not None, "dtype": getattr(torch, dtype) if dtype else None}
