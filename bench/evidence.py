@@ -6,6 +6,7 @@ tables and plots.
     python bench/evidence.py DIR --equal-time          # once more with the time, not the updates, the same for all
     python bench/evidence.py --study prefix            # puzzles need no data
     python bench/evidence.py --report                  # tables and plots of the rows there are, and what is missing
+    python bench/evidence.py DIR --check               # whether today's code still trains like that
 
 language  perplexity on WikiText-2 against evaluations of f, beside the classical equilibrium model (torchdeq, with the
           implicit function theorem) and transformers with as many parameters
@@ -229,14 +230,18 @@ class Task(NamedTuple):
         words = f"{self.study} {self.label} {self.lr} {self.updates} {self.seed}"
         return "".join(c if c.isalnum() else "-" for c in words)
 
+    @property
+    def settings(self) -> Changes:
+        """Of the preset."""
+        own = {"lr": self.lr, "seed": self.seed, "updates": self.updates, "epochs": 10**6}
+        return {**STUDIES[self.study].settings, **self.changes, **own}
+
     def command(self, folder: Path | str | None, out: Path | str) -> list[str]:
         study = STUDIES[self.study]
-        settings = {**study.settings, **self.changes, "lr": self.lr, "seed": self.seed}
-        settings |= {"updates": self.updates, "epochs": 10**6}
         words = ["-m", "revdeq", "train", study.preset, "--out", str(out), "--resume"]
         if not study.sizes:
             words += ["--data", str(folder)]
-        for key, value in settings.items():
+        for key, value in self.settings.items():
             words += ["--set", f"{key}={value}".replace(" ", "")]
         return words
 
@@ -434,7 +439,9 @@ def main():
     parser.add_argument("--results", type=Path, default=HERE / "results" / "evidence", help="default: %(default)s")
     parser.add_argument("--runs", type=Path, default=Path("runs") / "evidence", help="default: %(default)s")
     parser.add_argument("--report", action="store_true", help="only the tables and plots of the rows there are")
+    parser.add_argument("--check", action="store_true", help="only repeat the first updates of each variant")
     arguments = parser.parse_args()
+    import evidence_check
     import evidence_report
 
     names = arguments.study or list(STUDIES)
@@ -443,6 +450,8 @@ def main():
         return
     if arguments.data is None and any(not STUDIES[name].sizes for name in names):
         parser.error("DIR is missing: all studies but prefix and maze read data")
+    if arguments.check:
+        sys.exit(evidence_check.check(arguments.results, arguments.data, names))
     arguments.results.mkdir(parents=True, exist_ok=True)
     until = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
     threads = max(1, torch.get_num_threads() // arguments.jobs)

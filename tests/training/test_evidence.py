@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="needs revdeq[train]")
 
 import evidence
+import evidence_check
 import evidence_report
 
 
@@ -164,3 +165,21 @@ def test_a_learning_rate_at_the_end_of_the_list_makes_it_longer():
     assert evidence.search(task, rates, tried(rates, 2e-3)) == (None, (*rates, 1.5e-3))
     assert evidence.search(task, rates, tried((*rates, 1.5e-3), 2.5e-3)) == (3e-3, (*rates, 1.5e-3))
     assert evidence.search(task, rates, tried((*rates, 2.4e-2, 4.8e-2), 2.4e-2)) == (2.4e-2, (*rates, 2.4e-2, 4.8e-2))
+
+
+def test_a_change_in_what_is_computed_is_found_in_the_first_losses(tmp_path, monkeypatch, capsys):
+    preset = evidence.PRESETS["prefix-tiny"].changed({"channels": 4, "batch": 2, "max_steps": 2, "log_every": 2})
+    monkeypatch.setitem(evidence.PRESETS, "prefix-tiny", preset)
+    small = (("small", {}),)
+    monkeypatch.setattr(evidence_check, "variants", lambda name: small)
+    task = evidence.Task("prefix", "small", {}, 4e-3, 0, 8)
+    (row,), (first, last), _ = done([task])
+    row["machine"] = "x86_64, 1 threads"
+    first["update"], first["loss"] = "2", str(evidence_check.first_loss(task, row, None))
+    evidence.append(tmp_path / "runs.csv", evidence.ROW, [row])
+    evidence.append(tmp_path / "curves.csv", evidence.CURVE, [first, last])
+    assert evidence_check.check(tmp_path, None, ["prefix"]) == 0
+    assert "prefix, small: mean loss of 2 updates " in (said := capsys.readouterr().out) and "the same" in said
+    monkeypatch.setitem(evidence.PRESETS, "prefix-tiny", preset.changed({"weight_decay": 0.2}))
+    assert evidence_check.check(tmp_path, None, ["prefix"]) == 1
+    assert "train it anew" in capsys.readouterr().out
