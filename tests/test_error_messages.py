@@ -872,7 +872,7 @@ UNSEEN = {
 
 MADE_BEFORE = {
     "'\\n'.join(map(str, wrong))",  # of images that cannot be read
-    "_no_model(model)",  # test_own.py
+    "no_model(model)",  # test_own.py
     "1",  # an exit code
     "text",  # of Monitor, "beyond float64's range"
     "OTHER_TENSORS",  # "what f closes over is replaced"

@@ -20,12 +20,11 @@ from sample_data import write_cifar_binary, write_encoding, write_wikitext
 
 import revdeq
 from revdeq import __main__
-from revdeq.training import checkpoint, presets
+from revdeq.training import checkpoint, presets, schedule
 from revdeq.training import run as train
 from revdeq.training.data import Cifar10, WikiText
 from revdeq.training.presets import PRESETS, SettingError, Training, configured
 from revdeq.training.processes import Processes
-from revdeq.training.schedule import scheduled
 
 pytest.importorskip("tiktoken", reason="needs revdeq[train]")
 
@@ -223,7 +222,7 @@ def test_a_run_goes_on_bit_for_bit_wherever_it_ended(name, end, folder, whole, t
 
 def test_resuming_a_plateau_bit_for_bit(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "PLATEAU_WINDOW", 4)
-    monkeypatch.setattr(train, "PLATEAU_PATIENCE", 1)
+    monkeypatch.setattr(schedule, "PLATEAU_PATIENCE", 1)
     preset = small(schedule="plateau", lr=0.3, epochs=4)  # too large, so that the loss does not always fall
     rows = train.train(preset, folder, tmp_path / "whole", quiet=True)
     assert rows[-1]["lr"] < 0.3
@@ -527,29 +526,29 @@ def test_compiling_f_keeps_the_names_in_a_checkpoint(folder, tmp_path, monkeypat
 
 def test_the_plateau_halves_after_ten_windows_without_progress():
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = scheduled(optimizer, "plateau", 0, 100)
+    rate = schedule.scheduled(optimizer, "plateau", 0, 100)
     rates = []
     for loss in [3.0, 2.0, *[2.0] * 20, 1.0]:
-        schedule.step(loss)
+        rate.step(loss)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates == [1.0] * 11 + [0.5] * 10 + [0.25] * 2
 
 
 def test_the_cosine_rises_and_falls():
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = scheduled(optimizer, "cosine", 4, 24)
+    rate = schedule.scheduled(optimizer, "cosine", 4, 24)
     rates = []
     for _ in range(24):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        schedule.step()
+        rate.step()
     expected = [0.2, 0.4, 0.6, 0.8] + [(1 + math.cos(math.pi * i / 20)) / 2 for i in range(20)]
     assert rates == pytest.approx(expected)
 
 
 def test_the_training_ends_when_the_rate_is_spent(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "PLATEAU_WINDOW", 3)
-    monkeypatch.setattr(train, "PLATEAU_PATIENCE", 1)
+    monkeypatch.setattr(schedule, "PLATEAU_PATIENCE", 1)
     rows = train.train(small(schedule="plateau", lr=2e-6, epochs=50), folder, tmp_path / "run", quiet=True)
     assert rows[-1]["lr"] >= 1e-6 and rows[-1]["update"] < 500
 
