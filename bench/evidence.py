@@ -98,6 +98,7 @@ def language_variants():
         parameters = count_parameters(PRESETS["wikitext2-tiny"].changed({"form": "residual"}).build(vocabulary=4097))
     for evaluations in (2, 4, 8):
         yield f"reversible, {evaluations} evaluations", {"max_steps": evaluations // 2}
+    yield f"reversible, 8 evaluations, {TUNED}", {"max_steps": 4, "tune_every": 100}
     yield "reversible, norms after the residual paths, 8 evaluations", {"max_steps": 4, "form": "residual"}
     yield "reversible, equation 7 as printed, 8 evaluations", {"max_steps": 4, "form": "paper"}
     yield "classical, 12 evaluations", {"solver": "torchdeq", "evaluations": 12}
@@ -108,7 +109,6 @@ def language_variants():
             f"transformer, {depth} layer{'s' * (depth > 1)}",
             {"model": "transformer", "depth": depth, "hidden": hidden},
         )
-    yield f"reversible, 8 evaluations, {TUNED}", {"max_steps": 4, "tune_every": 100}
 
 
 def image_variants():
@@ -118,11 +118,11 @@ def image_variants():
         resnet = ResNet.sized(parameters, settings["channels"], depth=1)
     yield "reversible, 3 evaluations per scale", {}
     yield "reversible, 5 evaluations per scale", {"max_steps": (1, 4, 4, 1)}
+    yield f"reversible, 5 evaluations per scale, {TUNED}", {"max_steps": (1, 4, 4, 1), "tune_every": 100}
     yield "classical, 15 evaluations per scale", {"solver": "torchdeq", "evaluations": 15}
     yield "ResNet, the same channels", {"model": "resnet", "depth": 2}
     channels = [resnet.encode.out_channels, *(block.conv2.out_channels for block in resnet.blocks[1:])]
     yield "ResNet, one block per scale", {"model": "resnet", "channels": tuple(channels), "depth": 1}
-    yield f"reversible, 5 evaluations per scale, {TUNED}", {"max_steps": (1, 4, 4, 1), "tune_every": 100}
 
 
 def state_variants():
