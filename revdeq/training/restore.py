@@ -16,8 +16,6 @@ from .checkpoint import CheckpointError
 from .data import DataSet
 from .presets import Preset, SettingError, Training, keywords, renamed
 
-OF_TRAINING = {field.name for field in dataclasses.fields(Training)}
-
 
 class Loaded(NamedTuple):
     """A trained model in evaluation mode, what it was trained by, and all that the checkpoint holds."""
@@ -32,17 +30,30 @@ def loaded(
     model: nn.Module | None = None,
     changes: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
-    shapes: Mapping[str, Any] | None = None,
-    still_used: Collection[str] = (),
 ) -> Loaded:
-    """shapes: those of the data set, where it is at hand.
-    still_used: settings of `Training` that mean something to what the model is loaded for."""
-    saved = checkpoint.load(path)
-    before = Preset.from_dict(saved["preset"])
     changes = dict(changes or {})
-    if past := [key for key in changes if key in OF_TRAINING and key not in still_used]:
-        value = changes[past[0]]
-        raise SettingError(f"{past[0]}={value!r}: it has its effect in training, which this model has behind it")
+    _refuse_of_training(changes)
+    return _built(path, checkpoint.load(path), model, changes, device)
+
+
+def _refuse_of_training(changes: Mapping[str, Any], still_used: Collection[str] = ()) -> None:
+    """still_used: settings of `Training` that mean something to what the model is loaded for."""
+    of_training = {field.name for field in dataclasses.fields(Training)}.difference(still_used)
+    for name, value in changes.items():
+        if name in of_training:
+            raise SettingError(f"{name}={value!r}: it has its effect in training, which this model has behind it")
+
+
+def _built(
+    path: Path,
+    saved: Mapping[str, Any],
+    model: nn.Module | None,
+    changes: Mapping[str, Any],
+    device: torch.device | str,
+    shapes: Mapping[str, Any] | None = None,
+) -> Loaded:
+    """shapes: those of the data set, where it is at hand."""
+    before = Preset.from_dict(saved["preset"])
     if model is None:
         preset = described(path, before, changes)
         model = preset.build(**(shapes or shapes_of(preset, saved)))
@@ -144,9 +155,11 @@ def restored(
         >>> trained.model.equilibrium.max_steps
         40
     """
+    changes = dict(changes or {})
+    _refuse_of_training(changes, still_used=evaluation.SETTINGS)
     saved = checkpoint.load(path)
-    preset = described(path, Preset.from_dict(saved["preset"]), changes or {})
+    preset = described(path, Preset.from_dict(saved["preset"]), changes)
     folder = folder or (Path(saved["folder"]) if saved["folder"] else None)
     dataset = datasets.load(preset.data, folder, preset.settings, saved.get("data", saved.get("vocabulary")))
-    model = loaded(path, None, changes, device, dataset.shapes, still_used=evaluation.SETTINGS).model
+    model = _built(path, saved, None, changes, device, dataset.shapes).model
     return Trained(preset, dataset.to(torch.device(device)), model, saved["update"], saved)

@@ -25,6 +25,7 @@ from revdeq.models import (
     TransformerBlock,
     count_parameters,
 )
+from revdeq.models.blocks import LANGUAGE_FORMS
 
 try:
     import torchdeq
@@ -50,7 +51,7 @@ IMPLICIT = ["single-scale", "multi-scale", "language", "puzzle"]
 EVALUATIONS = {"single-scale": 6, "multi-scale": 14, "language": 6, "puzzle": 6}
 FORMS = [
     *((name, form) for name in ("single-scale", "multi-scale") for form in ("paper", "authors")),
-    *(("language", form) for form in ("paper", "authors", "residual", "pre-norm")),
+    *(("language", form) for form in LANGUAGE_FORMS),
 ]
 SOLVERS = ["reversible", "stored", "checkpointed", pytest.param("torchdeq", marks=needs_torchdeq)]
 
@@ -161,7 +162,7 @@ def test_image_shapes(name, form):
     assert small("resnet")(torch.randn(1, 3, 13, 17)).shape == (1, CLASSES)
 
 
-@pytest.mark.parametrize("form", ["paper", "authors", "residual", "pre-norm"])
+@pytest.mark.parametrize("form", LANGUAGE_FORMS)
 def test_language_shapes(form):
     model = small("language", form=form)
     for shape in ((1, LENGTH), (3, 1), (5, 7)):
@@ -169,16 +170,7 @@ def test_language_shapes(form):
         assert small("transformer")(torch.randint(VOCABULARY, shape)).shape == (*shape, VOCABULARY)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        small("language"),
-        small("language", form="authors"),
-        small("language", form="residual"),
-        small("language", form="pre-norm"),
-        small("transformer"),
-    ],
-)
+@pytest.mark.parametrize("model", [*(small("language", form=form) for form in LANGUAGE_FORMS), small("transformer")])
 def test_no_logit_depends_on_a_later_token(model):
     model.double().eval()
     tokens = torch.randint(VOCABULARY, (2, LENGTH))
