@@ -17,7 +17,8 @@ prefix    prefix sums: strings that are solved against their length and the numb
 maze      mazes: those that are solved against their size and the number of steps
 
 A study with several learning rates trains every variant with each of them, and with more if the best is at the end of
-the list; and the other seeds and other budgets with the best one.
+the list; and the other seeds and other budgets with the best one. Where seed 0 could not tell two rates apart, --rate
+trains the seeds of the other one, too, and the mean decides.
 Every training is a command of its own, which the table of rows holds. What was interrupted, or ran out of --minutes,
 goes on where it was when this is called again.
 """
@@ -251,12 +252,13 @@ class Task(NamedTuple):
         return shlex.join(["python", *self.command("DIR", f"runs/{self.name}")])
 
 
-def tasks(names, seeds, updates, rows):
+def tasks(names, seeds, updates, rows, also=()):
     """What is to be trained, in the order of its importance: seeds outside, so that every variant has been trained as
     often as the others when time runs out. The learning rate of other seeds and of other budgets is known when all have
     been tried.
 
     updates: by study and label, where they are not those of the study.
+    also: learning rates that get all seeds, whichever is the best.
     """
     for seed in range(seeds):
         for name in names:
@@ -269,9 +271,9 @@ def tasks(names, seeds, updates, rows):
                     continue
                 best, rates = search(known, rates, rows)
                 if seed == 0 and asked == study.updates:
-                    yield from (known._replace(lr=lr) for lr in rates)
+                    yield from (known._replace(lr=lr) for lr in dict.fromkeys((*rates, *also)))
                 elif best is not None:
-                    yield known._replace(lr=best, updates=asked)
+                    yield from (known._replace(lr=lr, updates=asked) for lr in dict.fromkeys((best, *also)))
 
 
 def equal_time(name, speeds):
@@ -431,6 +433,7 @@ def main():
     parser.add_argument("--study", choices=STUDIES, action="append", help="one or more (default: all)")
     parser.add_argument("--label", action="append", help="only variants whose label begins like this")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rate", type=float, action="append", default=[], help="a learning rate to try as well")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--updates", type=int, help="of each training (default: what the study says)")
     budget.add_argument("--equal-time", action="store_true", help="as many updates as the same time allows")
@@ -484,7 +487,7 @@ def main():
         rows = table(arguments.results / "runs.csv")
         todo = [
             task
-            for task in tasks(names, arguments.seeds, updates, rows)
+            for task in tasks(names, arguments.seeds, updates, rows, arguments.rate)
             if not any(task.key.items() <= row.items() for row in rows)
             and (not arguments.label or task.label.startswith(tuple(arguments.label)))
         ]

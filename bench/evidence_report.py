@@ -61,18 +61,24 @@ def spread(values):
 
 
 def chosen(rows):
-    """Of the rows of a study, by label and updates: those with the learning rate that was best at seed 0."""
-    groups = collections.defaultdict(list)
+    """Of the rows of a study, by label and updates: those with the best learning rate, and how many were tried. The
+    best is the best in the mean over seeds, of the rates with the most of them: if only one has all, this is the one
+    that was best at seed 0."""
+    groups = collections.defaultdict(lambda: collections.defaultdict(list))
     for row in rows:
-        groups[row["label"], row["updates"]].append(row)
-    for key, group in groups.items():
-        order = [str(lr) for lr in STUDIES[group[0]["study"]].rates]
-        first = [row for row in group if row["seed"] == "0"]
+        groups[row["label"], row["updates"]][row["lr"]].append(row)
+    for (label, updates), by_rate in groups.items():
+        order = [str(lr) for lr in STUDIES[rows[0]["study"]].rates]
+        first = [lr for lr, group in by_rate.items() if any(row["seed"] == "0" for row in group)]
         if not first:
             continue
-        first.sort(key=lambda row, order=order: order.index(row["lr"]) if row["lr"] in order else len(order))
-        best = max(first, key=goodness)["lr"]  # the first of equals
-        yield key, [row for row in group if row["lr"] == best], len({row["lr"] for row in first})
+        first.sort(key=lambda lr, order=order: order.index(lr) if lr in order else len(order))
+        most = max(len(by_rate[lr]) for lr in first)
+        rates = [lr for lr in first if len(by_rate[lr]) == most]
+        best = max(
+            rates, key=lambda lr, by_rate=by_rate: statistics.mean(map(goodness, by_rate[lr]))
+        )  # first of equals
+        yield (label, updates), by_rate[best], len(first)
 
 
 def begun(runs):

@@ -40,6 +40,19 @@ def test_the_other_seeds_have_the_learning_rate_that_was_best():
     assert {task.seed for task in evidence.tasks(["states"], 3, {}, [])} == {0}
 
 
+def test_a_rate_that_was_almost_the_best_gets_all_seeds_if_asked_and_the_mean_decides():
+    first = list(evidence.tasks(["maze"], 3, {}, []))
+    rows, *_ = done(first, lambda task: 0.9 - abs(task.lr - 3e-3))
+    later = [task for task in evidence.tasks(["maze"], 3, {}, rows, also=[6e-3]) if task.seed]
+    assert {task.lr for task in later} == {3e-3, 6e-3}
+    better = done(later, lambda task: 0.9 - abs(task.lr - 6e-3))[0]
+    assert {row["lr"] for _, group, _ in evidence_report.chosen(rows) for row in group} == {"0.003"}
+    for _, group, tried in evidence_report.chosen(rows + better):
+        assert [row["lr"] for row in group] == ["0.006"] * 3 and tried == 3
+    one_more = [row for row in better if row["seed"] == "1" or row["lr"] == "0.003"]  # fewer seeds do not count
+    assert {row["lr"] for _, group, _ in evidence_report.chosen(rows + one_more) for row in group} == {"0.003"}
+
+
 def test_with_equal_time_a_fast_model_makes_more_updates_at_its_best_learning_rate(tmp_path):
     labels = [label for label, _ in evidence.variants("image")]
     speeds = [{"study": "image", "label": label, "seconds": "0.5"} for label in labels]
