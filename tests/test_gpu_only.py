@@ -201,7 +201,7 @@ def test_two_streams_at_once_do_not_meet(state):
 @pytest.mark.parametrize("state", STATES)
 def test_peak_memory_is_the_same_at_every_depth(state):
     """By the allocator's own count. The exact state at beta = .5 puts nothing aside for 16 steps; its alarms are 1 KiB
-    a step for y and for z, in each pass."""
+    a step for y and for z."""
     f, x = blocks()["conv"]
     x.requires_grad_()
 
@@ -213,7 +213,7 @@ def test_peak_memory_is_the_same_at_every_depth(state):
         step()  # what is allocated once only
         return measure.peak_memory(step, DEVICE)
 
-    alarms = 16 * 4 * 1024
+    alarms = 16 * 2 * 1024
     assert 0 < peak(16) <= 1.001 * peak(2) + (alarms if state == "exact" else 0)
 
 
@@ -221,7 +221,7 @@ def test_the_backward_pass_that_lost_its_way_is_told_of_at_a_later_solve(monkeyp
     monkeypatch.setattr(revdeq._solver.monitor, "_already_warned", set())
     torch.manual_seed(0)
     f, z0 = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(DEVICE), torch.randn(5, 8, device=DEVICE)
-    revdeq.solve(f, z0, beta=0.9, max_steps=20, check="raise").z.sum().backward()
+    revdeq.solve(f, z0, beta=0.9, max_steps=20, state="float64", check="raise").z.sum().backward()
     measure.synchronize(DEVICE)
     with pytest.raises(revdeq.ReconstructionError, match="did not find its way back"):
         revdeq.solve(f, z0)
@@ -232,7 +232,7 @@ def test_a_state_that_does_not_fit_is_told_of_at_a_later_solve():
     z0 = torch.zeros(3, device=DEVICE)
     revdeq.solve(lambda z: z * 0 + 150.0, z0, state="exact")
     measure.synchronize(DEVICE)
-    with pytest.raises(OverflowError, match="overflow in step 1: with f at 150"):
+    with pytest.raises(OverflowError, match="overflow in step 1: f reached 150"):
         revdeq.solve(torch.cos, z0)
 
 

@@ -1,8 +1,10 @@
 """What a GPU's host side does to a solve: its threads, streams, events, graphs and generators, on a simulated one."""
 
+import inspect
 import threading
 
 import pytest
+import test_gpu_only
 import torch
 import torch.nn.functional as F
 from fake_gpu import DEVICE, OTHER, driver, emulated
@@ -211,6 +213,21 @@ def test_a_verdict_that_is_not_ready_does_not_hold_up_another_devices():
         harmless()
     with pytest.raises(revdeq.ReconstructionError):
         harmless()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "the_backward_pass_that_lost_its_way_is_told_of_at_a_later_solve",
+        "a_state_that_does_not_fit_is_told_of_at_a_later_solve",
+        "dropout_is_one_mask_in_both_passes",
+    ],
+)
+def test_what_is_asked_of_a_real_gpu_has_an_answer(monkeypatch, name):
+    """Nobody sees it here if these tests are stale: they are skipped where there is no GPU."""
+    monkeypatch.setattr(test_gpu_only, "DEVICE", DEVICE)
+    test = getattr(test_gpu_only, f"test_{name}")
+    test(**({"monkeypatch": monkeypatch} if "monkeypatch" in inspect.signature(test).parameters else {}))
 
 
 @pytest.mark.parametrize("value", [500.0, 100.0])
