@@ -75,7 +75,7 @@ def _no_library() -> Trouble | None:
     if cpu.library is not None:
         return None
     if cpu.trouble:
-        return Trouble(f"the C kernel cannot be loaded ({cpu.trouble})", "reinstall revdeq, which builds it")
+        return Trouble(f"the C kernel cannot be loaded ({cpu.trouble})", cpu.remedy(cpu.trouble))
     return Trouble("the C kernel was not built", "install a C compiler and reinstall revdeq")
 
 
@@ -155,6 +155,7 @@ def half_step_for(device: torch.device, state: str = "float64") -> type[Any]:
 
     Raises:
         RuntimeError: A backend is forced that cannot run there.
+        ValueError: REVDEQ_BACKEND names none.
 
     Example:
         >>> HalfStep = revdeq.kernels.half_step_for(torch.device("cpu"))

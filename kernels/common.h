@@ -17,9 +17,10 @@
 
 /* The vector width is chosen when the library is loaded. Function multiversioning needs the
  * loader's help (ifunc), which glibc has. It goes on the functions below the OpenMP regions:
- * a region's body is outlined before the clones are made and would stay at the baseline. */
+ * a region's body is outlined before the clones are made and would stay at the baseline. By the
+ * name of a feature, which compilers of many years know; GCC 11 knows no level of the architecture. */
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__)
-#define CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
+#define CLONES __attribute__((target_clones("avx2", "default")))
 #else
 #define CLONES
 #endif

@@ -55,12 +55,18 @@ def _found() -> Any:
     return load(spec.origin)
 
 
+def remedy(trouble: str) -> str:
+    if "libgomp" in trouble:  # torch's own may have another name, as on ARM before 2.10
+        return "install GCC's OpenMP runtime (libgomp1)"
+    return "reinstall revdeq, which builds it"
+
+
 try:
     library, trouble = _found(), ""
 except (OSError, AttributeError, ValueError) as error:  # built on another machine, or from another source
     library, trouble = None, str(error)
     warnings.warn(
-        f"the C kernel cannot be loaded, and PyTorch's slower operations run instead: reinstall revdeq ({error})",
+        f"the C kernel cannot be loaded ({trouble}), and PyTorch's slower operations run instead: {remedy(trouble)}",
         RuntimeWarning,
         stacklevel=2,
     )

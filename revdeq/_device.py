@@ -42,7 +42,8 @@ def best() -> torch.device:
 
 
 def of_this_process(kind: str) -> torch.device:
-    return torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+    """Under torchrun, processes share the GPUs by turns: each may see all of them, or a single one of its own."""
+    return torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) % max(1, count(kind)))
 
 
 def process_group(device: torch.device) -> str:

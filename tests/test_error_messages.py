@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 
 import revdeq
 from revdeq import kernels
+from revdeq._solver.solve import refuse_device
 from revdeq.examples import ddp, needs
 from revdeq.kernels import Radix, backends, cpu, operators, reference_exact
 from revdeq.models import ConvBlock, LanguageModel, MultiScale, PuzzleModel, SingleScale, Transformer
@@ -189,6 +190,8 @@ SOLVE = [
      "z0[1] is on meta and the first tensor of z0 on cpu: use one device"),
     ("z0 is nowhere", solving(z0=Z.to("meta")), ValueError,
      "z0 is on the meta device, where nothing is computed: move it to a real one"),
+    ("z0 is on a Mac's GPU", lambda: refuse_device("z0", torch.device("mps")), ValueError,
+     "z0 is on mps, which has no float64 to keep the states in: move it and f to the CPU"),
     ("z0 is in a vmap", lambda: torch.func.vmap(lambda z: revdeq.solve(half, z).z)(torch.zeros(2, 3)), TypeError,
      TRANSFORMED),
     ("an argument is in a vmap", lambda: torch.func.vmap(lambda x: revdeq.solve(lambda z, x: z / 2 + x, Z, x).z)(
@@ -429,6 +432,9 @@ KERNELS = [
      "backend 'cpu' is forced, but the C kernel was not built: install a C compiler and reinstall revdeq"),
     ("another library", forced("cpu", missing=True, trouble="no symbol"), RuntimeError,
      "backend 'cpu' is forced, but the C kernel cannot be loaded (no symbol): reinstall revdeq, which builds it"),
+    ("a library without its OpenMP", forced("cpu", missing=True, trouble="libgomp.so.1: No such file"), RuntimeError,
+     "backend 'cpu' is forced, but the C kernel cannot be loaded (libgomp.so.1: No such file): install GCC's OpenMP "
+     "runtime (libgomp1)"),
     ("C on another device", forced("cpu", "meta"), RuntimeError,
      "backend 'cpu' is forced, but it cannot run on meta tensors: move them to the CPU"),
     ("a state that there is not", forced_without_a_state, RuntimeError,
@@ -866,7 +872,7 @@ UNSEEN = {
     "from_pretrained …": "needs an environment without huggingface_hub: test_share.py",
     "push_to_hub …": "needs an environment without huggingface_hub: test_share.py",
     "… is a …, which holds other tensors: solve for those": "needs a tensor subclass: test_inside_f.py",
-    "the C kernel cannot be loaded, and PyTorch's slower operations run instead: reinstall revdeq (…)":
+    "the C kernel cannot be loaded (…), and PyTorch's slower operations run instead: …":
         "needs a broken library",
 }  # fmt: skip
 

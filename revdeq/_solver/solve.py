@@ -20,7 +20,7 @@ from .inputs import CarriedOver
 from .monitor import Monitor, call_site
 from .options import options_from, with_options
 from .scheme import rounded_coefficients, scheme_for
-from .unrolled import is_fake, is_traced, unrolled
+from .unrolled import has_fakes, is_traced, unrolled
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def solve(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Solutio
     runs as it is. torch.export, torch.jit.trace and make_fx record a solve as plain operations, unrolled.
     With tol=None no pass waits for the device, so that both can be captured in a CUDA graph.
     """
-    if is_traced() or (isinstance(z0, Tensor) and is_fake(z0)):
+    if is_traced() or has_fakes(z0):
         return _solve_traceably(f, z0, args, options)
     run = _solve_untraced if torch.compiler.is_compiling() else _solve
     return run(f, z0, args, options)
@@ -207,6 +207,13 @@ def checked_f(f: Any) -> Callable[..., Any]:
     return f
 
 
+def refuse_device(name: str, device: torch.device) -> None:
+    if device.type == "meta":
+        raise ValueError(f"{name} is on the meta device, where nothing is computed: move it to a real one")
+    if device.type == "mps":
+        raise ValueError(f"{name} is on {device}, which has no float64 to keep the states in: move it and f to the CPU")
+
+
 def checked_state(z0: Any) -> tuple[list[Tensor], Any]:
     """The tensors of z0, and its structure."""
     paths, spec = tree_flatten_with_path(z0)
@@ -230,8 +237,7 @@ def checked_state(z0: Any) -> tuple[list[Tensor], Any]:
             raise ValueError(
                 f"{name} is on {x.device} and the first tensor of z0 on {paths[0][1].device}: use one device"
             )
-        if x.device.type == "meta":
-            raise ValueError(f"{name} is on the meta device, where nothing is computed: move it to a real one")
+        refuse_device(name, x.device)
         # A tensor made in inference mode cannot be saved for the backward pass; its copy can.
         leaves.append(x.clone() if x.is_inference() and torch.is_grad_enabled() else x.resolve_neg())
     return leaves, spec

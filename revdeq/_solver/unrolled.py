@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..kernels.half_step import Coefficients
 from ..kernels.reference import relaxed
-
-State = list[Tensor]
+from .inputs import State
 
 
 def unrolled(
@@ -55,7 +54,8 @@ def is_traced() -> bool:
     return proxies is not None and proxies.get_proxy_mode() is not None
 
 
-def is_fake(x: Tensor) -> bool:
-    """Whether x has a shape and no memory."""
+def has_fakes(state: Any) -> bool:
+    """Whether there is a tensor in it with a shape and no memory."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
-    return fakes is not None and isinstance(x, fakes.FakeTensor)
+    leaves = [state] if isinstance(state, Tensor) else tree_leaves(state)
+    return fakes is not None and any(isinstance(x, fakes.FakeTensor) for x in leaves)

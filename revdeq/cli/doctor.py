@@ -16,6 +16,7 @@ import shlex
 import shutil
 import statistics
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
@@ -131,13 +132,15 @@ def c_kernel() -> Finding:
         text = f"built with OpenMP, threads: {threads}" if openmp else "built without OpenMP, threads: 1"
         return Finding(text, numbers={**numbers, "openmp": openmp})
     if cpu.trouble:
-        why, fix = f"cannot be loaded ({cpu.trouble})", "reinstall revdeq, which builds its C kernel for this machine"
+        why, fix = f"cannot be loaded ({cpu.trouble})", cpu.remedy(cpu.trouble)
     else:
         why, fix = why_not_built()
     return Finding(f"missing: it {why}", fix, numbers=numbers)
 
 
 def why_not_built() -> tuple[str, str]:
+    if sys.platform == "win32":
+        return "was not built", "install Microsoft C++ Build Tools and reinstall revdeq"
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     if shutil.which(compiler[0]) is None:
         return f"was not built, and there is no C compiler ({compiler[0]})", "install gcc or clang and reinstall revdeq"
@@ -153,10 +156,12 @@ def why_not_built() -> tuple[str, str]:
 
 def gpu() -> Finding:
     """The driver, and why a GPU that is there cannot be used."""
-    runtime = f"ROCm {torch.version.hip}" if torch.version.hip else torch.version.cuda and f"CUDA {torch.version.cuda}"
+    versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
+    runtime = next((f"{name} {version}" for name, version in versions.items() if version), None)
     with warnings.catch_warnings(record=True) as caught:  # this is how torch tells of a driver that fails
         warnings.simplefilter("always")
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        torch.cuda.is_available()
+    count = sum(map(measure.count, measure.GPUS))
     driver = driver_version()
     numbers = {"count": count, "driver": driver, "runtime": runtime}
     text = f"{count or 'none'}, driver {driver or 'not found'}, torch is built for {runtime or 'CPUs only'}"

@@ -79,6 +79,11 @@ def test_without_the_c_kernel_it_is_ready_but_slow_and_says_why(monkeypatch, cap
     assert out.splitlines()[-1].startswith(f"ready, and faster if you {remedy}")
 
 
+def test_on_windows_another_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(doctor.sys, "platform", "win32")
+    assert doctor.why_not_built()[1] == "install Microsoft C++ Build Tools and reinstall revdeq"
+
+
 def test_a_c_kernel_that_cannot_be_loaded_is_not_the_end(monkeypatch, capsys, tmp_path):
     """Built on another machine, or before cpu.c changed: the package imports, and warns."""
     with monkeypatch.context() as patch:
@@ -218,6 +223,12 @@ def test_a_broken_driver_is_a_finding(monkeypatch, capsys):
     assert run(monkeypatch) == 1
     line = last_line(capsys)
     assert line.startswith("not ready: repair the GPU's driver") and "too old" in line
+
+
+def test_an_intel_gpu_is_counted(monkeypatch):
+    monkeypatch.setattr(doctor.measure, "count", lambda kind: 2 if kind == "xpu" else 0)
+    monkeypatch.setattr(torch.version, "xpu", "20250302", raising=False)
+    assert "2, driver not found, torch is built for XPU 20250302" in doctor.gpu().text
 
 
 def test_a_gpu_that_this_torch_is_not_built_for_is_advice(monkeypatch, capsys):

@@ -512,3 +512,6 @@ def test_a_solve_of_fake_tensors_has_its_shapes():
     assert out.shape == (3, 2)
     out.sum().backward()
     assert model.deq.f.linear.weight.grad.shape == (6, 6)
+    with FakeTensorMode():
+        z = revdeq.solve(lambda z: {"h": [0.5 * z["h"][0]]}, {"h": [torch.ones(3)]}).z
+    assert z["h"][0].shape == (3,)

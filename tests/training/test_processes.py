@@ -8,7 +8,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+
+from revdeq import _device
 
 TRAINING = """
     import os, threading
@@ -56,3 +59,11 @@ def test_no_thread_of_the_group_is_left_when_the_processes_part():
     ]
     errors = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+
+
+@pytest.mark.parametrize("seen, expected", [(4, "cuda:3"), (1, "cuda:0"), (0, "cpu")])
+def test_a_process_takes_its_own_gpu_of_all_that_it_sees(monkeypatch, seen, expected):
+    """A launcher may show each process a single one."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(_device, "count", lambda kind: seen if kind == "cuda" else 0)
+    assert _device.best() == torch.device(expected)
