@@ -419,21 +419,16 @@ def bits_of(number: float, dtype: torch.dtype) -> int:
 
 
 class Bits:
-    """The bits of a step's coefficients, as long as it is the same step.
-
-    have_c: whether its c is not 0.
-    """
+    """The bits of a step's coefficients, as long as it is the same step."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._step: Linear | None = None
         self._bits: tuple[int, ...] = ()
-        self.have_c = False
 
     def __call__(self, step: Linear) -> tuple[int, ...]:
         if step is not self._step:
             self._step, self._bits = step, tuple(bits_of(x, self._dtype) for x in (step.a, step.b, step.c))
-            self.have_c = step.c != 0
         return self._bits
 
 

@@ -498,11 +498,10 @@ class HalfStep(reference_exact.HalfStep):
         adjoint_step: Linear,
     ) -> None:
         _, back = self._numbers_of(step, f)
-        adjoint_bits = self._adjoint_bits(adjoint_step)
-        seed = other if adjoint is not None and self._adjoint_bits.have_c else None
+        seed = other if adjoint_step.c and adjoint is not None else None
         before = self.state, self.in_order(f), self._read(self.copy, step), self.copy
         tensors = *before, adjoint, self.in_order_or_none(vjp), seed, spill
-        numbers = *back, *adjoint_bits
+        numbers = *back, *self._adjoint_bits(adjoint_step)
         launch_blocks(INVERT, self._warps, BLOCK, tensors, numbers, self._scales)
 
     def invert_compare(

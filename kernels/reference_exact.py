@@ -139,7 +139,8 @@ class HalfStep(half_step.HalfStep):
         self.done = len(steps) if spilled is not None else 0
         self.spilled = [] if spilled is None else spilled
         self._room: list[Tensor] = []
-        self.alarm = torch.zeros((len(steps), LANES), dtype=torch.int32, device=state.device)
+        taken = len(steps) if spilled is None else 0  # to undo a step raises no alarm
+        self.alarm = torch.zeros((taken, LANES), dtype=torch.int32, device=state.device)
 
     def relax(self, f: Tensor, read: Tensor | None, step: Radix) -> None:
         self._relax(f, read, self._put_aside(step), step)

@@ -209,7 +209,7 @@ class Reversible(torch.autograd.Function):
         last, given = saved[: 2 * size], [x.detach() for x in saved[2 * size * (1 + ctx.spills) :]]
         initial, end = given[:size], given[size:]
         spilled = [saved[2 * size + i * ctx.spills :][: ctx.spills] for i in range(2 * size)]
-        keep = _graph_is_kept()
+        keep = graph_is_kept()
         ctx.spent = not keep
         if keep:
             last = [x.clone() for x in last]
@@ -412,6 +412,6 @@ def dense(vjp: Sequence[Tensor | None], like: State) -> State:
     return [torch.zeros_like(x) if g is None else g.to_dense() for g, x in zip(vjp, like, strict=True)]
 
 
-def _graph_is_kept() -> bool:
+def graph_is_kept() -> bool:
     """Whether this backward pass runs with retain_graph=True, so that the saved state may not be consumed."""
     return torch._C._autograd._get_current_graph_task_keep_graph()

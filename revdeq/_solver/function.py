@@ -139,8 +139,8 @@ class Function:
         return self.arguments.disguised() if watched else contextlib.nullcontext()
 
     def release(self) -> None:
-        """Forget the tensors: there will be no other backward pass."""
-        del self.inputs, self.arguments, self.search, self.modes, self.module_tensors, self.kept
+        """Forget f and the tensors: there will be no other backward pass."""
+        del self.f, self.run, self.inputs, self.arguments, self.search, self.modes, self.module_tensors, self.kept
 
     def _noted(self, leaves: State, outputs: State) -> State:
         values = [x.detach() for x in outputs]

@@ -21,6 +21,7 @@ from .adjoint import (
     Outcome,
     Totals,
     dense,
+    graph_is_kept,
     outside_inference_mode,
     refuse_unsupported,
     relax,
@@ -60,8 +61,9 @@ class Implicit(torch.autograd.Function):
     @outside_inference_mode
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_unsupported(grads)
-        it, size, inputs = ctx.it, ctx.size, ctx.it.f.inputs.tensors
-        z = [x.detach() for x in ctx.saved_tensors[:size]]
+        it, size = ctx.it, ctx.size
+        z = [x.detach() for x in ctx.saved_tensors[:size]]  # before anything that a first backward pass releases
+        inputs = it.f.inputs.tensors
         # y and z are the same fixed point, and so their gradients add up.
         by_y, by_z = ([scaled(g, 1, x) for g, x in zip(part, z, strict=True)] for part in (grads[:size], grads[size:]))
         seeds = [y.add_(z) for y, z in zip(by_y, by_z, strict=True)]
@@ -73,6 +75,8 @@ class Implicit(torch.autograd.Function):
         input_grads = it.f.shards.deliver(inputs, totals.rounded())
         if it.monitor is not None:
             it.monitor.judge_convergence(ctx.adjoint.residual)
+        if not graph_is_kept():
+            it.f.release()
         return (None, None, None, *input_grads)
 
 

@@ -645,6 +645,23 @@ def steps_with_clipped_gradients_and_two_optimizers(solve):
     return *(p.detach() for p in f.parameters()), x.grad
 
 
+@pytest.mark.parametrize("gradient", ["exact", "implicit"])
+def test_a_backward_pass_frees_what_f_closes_over_though_the_solution_lives(gradient):
+    def solved():
+        f, doubled = network(), point() * 2
+        z = revdeq.solve(lambda z: f(z) + doubled, torch.zeros(3, D), gradient=gradient, check=None).z
+        return z, weakref.ref(doubled)
+
+    with without_collector():
+        z, captured = solved()
+        z.sum().backward(retain_graph=True)
+        assert captured() is not None
+        z.sum().backward()
+        assert captured() is None
+        with pytest.raises(RuntimeError, match="a second time"):
+            z.sum().backward()
+
+
 @pytest.mark.parametrize("state", ["float64", "exact"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_what_f_closes_over_is_freed_at_once(state, backward):
