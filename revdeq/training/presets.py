@@ -9,12 +9,14 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from torch import nn
 
+from .._solver.options import Exact
 from ..models import MODELS
 from ..models.blocks import name_of
 from ..models.equilibrium import OPTIONS
@@ -167,7 +169,9 @@ class Preset:
         Returns:
             Plain values by name.
         """
-        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in self.settings.items()}
+        plain: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in self.settings.items()}
+        if isinstance(plain.get("state"), Exact):
+            plain["state"] = dataclasses.asdict(plain["state"])
         if plain.get("block") is not None:
             plain["block"] = name_of(plain["block"])
         return {**dataclasses.asdict(self), "settings": plain}
@@ -189,6 +193,8 @@ class Preset:
             elif training["vocabulary"] != "full":
                 settings["vocabulary"] = training["vocabulary"]
             del training["vocabulary"]
+        if isinstance(settings.get("state"), dict):
+            settings["state"] = Exact(**settings["state"])
         own = {field.name: saved[field.name] for field in dataclasses.fields(cls) if field.name in saved}
         return cls(**{**own, "settings": settings, "training": Training(**training)})
 
@@ -426,13 +432,19 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
+EXACT = re.compile(r"(?:revdeq\.)?Exact\((?:fraction_bits=)?(\d+)\)")
+
+
 def parsed(assignments: Iterable[str]) -> dict[str, Any]:
-    """["steps=8", "tol=none"] as {"steps": 8, "tol": None}: numbers, tuples, true, false, none, or text."""
+    """["steps=8", "tol=none"] as {"steps": 8, "tol": None}: numbers, tuples, true, false, none, Exact(20), or text."""
     changes: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
             raise SettingError(f"--set {assignment}: it must be key=value")
+        if match := EXACT.fullmatch(text):
+            changes[key.strip()] = Exact(int(match[1]))
+            continue
         try:
             changes[key.strip()] = ast.literal_eval({"none": "None", "true": "True", "false": "False"}.get(text, text))
         except (ValueError, SyntaxError):

@@ -570,10 +570,12 @@ def test_batches_depend_on_the_seed_and_the_update_only(folder):
 
 
 def test_presets_state_what_the_paper_does():
-    for preset in PRESETS.values():
+    another = PRESETS["prefix-tiny"].changed({"state": revdeq.Exact(20)})
+    for preset in (*PRESETS.values(), another):
         assert presets.Preset.from_dict(json.loads(json.dumps(preset.to_dict()))).flat() == preset.flat()
         with torch.device("meta"):
             preset.build()
+    assert presets.Preset.from_dict(another.to_dict()).settings["state"] == revdeq.Exact(20)
     language = PRESETS["wikitext103-94m"].training
     assert (language.lr, language.warmup, language.weight_decay, language.batch) == (1e-3, 4000, 0.1, 32)
     assert PRESETS["cifar10-single"].training.lr == 1e-3 and PRESETS["cifar10-5m"].training.lr == 3e-4
@@ -581,7 +583,17 @@ def test_presets_state_what_the_paper_does():
 
 @pytest.mark.parametrize(
     "text, value",
-    [("8", 8), ("1e-3", 1e-3), ("none", None), ("true", True), ("(1, 2)", (1, 2)), ("exact", "exact"), ("a=b", "a=b")],
+    [
+        ("8", 8),
+        ("1e-3", 1e-3),
+        ("none", None),
+        ("true", True),
+        ("(1, 2)", (1, 2)),
+        ("exact", "exact"),
+        ("a=b", "a=b"),
+        ("Exact(20)", revdeq.Exact(20)),
+        ("revdeq.Exact(fraction_bits=20)", revdeq.Exact(20)),
+    ],
 )
 def test_values_on_the_command_line(text, value):
     assert presets.parsed([f"key={text}"]) == {"key": value}

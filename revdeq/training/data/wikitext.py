@@ -58,8 +58,8 @@ class WikiText:
         name: "wikitext-2" or "wikitext-103".
         folder: Where its files are, and those of GPT-2's encoding, packed or unpacked.
         length: The number of tokens in a sequence.
-        vocabulary: "full", or how many of the most frequent tokens a model can tell apart. The loss of the others is
-            added, so that the perplexity stays that of all tokens.
+        vocabulary: The tokens that a model can tell apart: "full" for all, "seen" for those of the training data, or a
+            number for the most frequent. The loss of the others is added, so that the perplexity stays that of all.
         saved: The vocabulary that a checkpoint holds.
 
     Raises:
