@@ -881,6 +881,7 @@ MADE_BEFORE = {
     "no_model(model)",  # test_own.py
     "1",  # an exit code
     "text",  # of Monitor, "beyond float64's range"
+    "LOST",  # test_what_f_keeps.py
     "OTHER_TENSORS",  # "what f closes over is replaced"
     "cannot_write(path, cause)",  # "a full disk"
     "cannot_write(path, error)",

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 
 from .. import _device
@@ -168,8 +169,9 @@ def _laid_out_like(outputs: State, copy: State) -> tuple[State, bool]:
     return result, any(a is not b for a, b in zip(result, copy, strict=True))
 
 
-def outside_inference_mode(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Around a backward pass: where it was started in inference mode, f would have no graph."""
+def as_forward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Around a backward pass: where it was started in inference mode, f would have no graph. And in a training step
+    that is compiled as a whole f would be compiled, which it was not when it ran before."""
 
     @functools.wraps(backward)
     def run(*args: Any) -> Any:
@@ -178,7 +180,7 @@ def outside_inference_mode(backward: Callable[..., Any]) -> Callable[..., Any]:
         with torch.inference_mode(False), torch.no_grad():
             return backward(*args)
 
-    return run
+    return _disable_dynamo(run)
 
 
 class Reversible(torch.autograd.Function):
@@ -195,7 +197,7 @@ class Reversible(torch.autograd.Function):
         return (*outcome.y_copy, *outcome.z_copy)
 
     @staticmethod
-    @outside_inference_mode
+    @as_forward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_unsupported(grads)
         if ctx.spent:

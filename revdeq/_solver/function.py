@@ -28,7 +28,8 @@ from torch.utils._pytree import (
 
 from ..kernels.half_step import DTYPES
 from .context import Draw, Settings
-from .inputs import Inputs, Search, State, Substitution, alias, guarded
+from .gate import Gate, hooked, standing_for
+from .inputs import Inputs, Search, State, Substitution, alias
 from .sharded import Shards
 from .stateful import BackwardHooks, Buffers, modules_of
 
@@ -52,9 +53,9 @@ class Function:
     def __init__(
         self,
         f: Callable[..., Any],
+        initial: State,
         state_spec: TreeSpec,
         args: tuple[Any, ...],
-        device: torch.device,
         keep: int = 0,
         reads_again: bool = False,
         first_only: bool = False,
@@ -63,7 +64,7 @@ class Function:
         other evaluations need no graph, because none of them will be repeated."""
         self.f, self.state_spec, self._state_is_a_tensor = f, state_spec, state_spec.is_leaf()
         self.graph = torch.is_grad_enabled()
-        self.settings, self.draw = Settings(device), Draw(device)
+        self.settings, self.draw = Settings(initial[0].device), Draw(initial[0].device)
         self.backward_hooks = BackwardHooks([])
         self.arguments = Arguments(args)
         self.changes_its_input, self._reads_again, self._first_only = False, reads_again, first_only
@@ -77,19 +78,24 @@ class Function:
         if self.graph:
             # Casts of weights that autocast remembers from before the solve would look like dependencies of f.
             torch.clear_autocast_cache()
-        aliases = [guarded(x) for x in self.arguments.use_aliases()] if self.graph else []
+        self._gate = Gate()
+        self._gated = self.graph and not keep  # a graph that is kept must be passable, for us
+        self._initial = [x for x in initial if x.requires_grad]
+        self._beyond: tuple[int, Tensor | None] = 0, None  # so many tensors, and what stands for them
+        aliases = self.arguments.use_aliases(self._argument) if self.graph else []
         self.inputs = Inputs(self.arguments.tensors, aliases)
-        self.search = Search()
+        self.search = Search(aliases)
 
     def first(self, state: State) -> State:
         """f's outputs, without a graph, for the first time, when its dependencies can be seen as they enter."""
         versions = self.arguments.versions()
-        leaves = [guarded(alias(x)) if self.graph else x.detach() for x in state]
+        beyond = standing_for(self._initial) if self._gated else None
+        leaves = self._leaves(state, hook=True) if beyond is None else self._gate.behind(state, beyond)
         self.search.begin()
         search = contextlib.nullcontext() if is_compiled(self.f) else self.search
         modules = modules_of(self.f)
         self.backward_hooks = BackwardHooks(modules if self.graph else [])
-        with Buffers(modules), self.draw, self._arguments(), search:
+        with Buffers(modules), self.draw, self._arguments(), self._gate, search:
             try:
                 result = self._call(_disguise(leaves) if self.graph else leaves)
             except TypeError as error:
@@ -108,29 +114,67 @@ class Function:
         return values
 
     def value(self, state: State, keep: bool = False, last: bool = False) -> State:
-        """f's outputs. With `keep`, the graph is kept; otherwise, if there was one, it is gone. What f itself may keep
-        is usually of the first evaluation or of the `last`, and guarded there: a guard takes 10 us."""
+        """f's outputs. With `keep`, the graph is kept; otherwise, if there was one, it is gone. last: whether it may be
+        the last evaluation."""
         if self._first_only and not last:
             with torch.no_grad():
                 return [x.detach() for x in self.evaluate(state)[1]]
         keep = keep and self.graph
-        leaves, outputs = self.evaluate([x.clone() for x in state] if keep else state, last)
+        state = self._spared([x.clone() for x in state] if keep else state)
+        self._gate.overwritten()
+        try:
+            leaves, outputs = self._evaluated(self._given(state, hook=keep or last))
+        except RuntimeError as error:
+            if not self._gate.stood_in_the_way(error):
+                raise
+            leaves, outputs = self._evaluated(self._given(state))
         if keep:
             self.kept.append((leaves, outputs))
         return self._noted(leaves, outputs)
 
-    def evaluate(self, state: State, guard: bool = False) -> Evaluation:
+    def evaluate(self, state: State) -> Evaluation:
         """The leaves at which f is evaluated, and its outputs, with the graph between them if there is one."""
-        if self.changes_its_input and self._reads_again:
-            state = [x.clone() for x in state]
-        leaves = [x.detach().requires_grad_(self.graph) for x in state]
-        if guard and self.graph:
-            leaves = list(map(guarded, leaves))
+        return self._evaluated(self._leaves(self._spared(state)))
+
+    def _evaluated(self, leaves: State) -> Evaluation:
         self.search.begin()
-        with self.draw, self._arguments():
+        nodes = [x.grad_fn for x in leaves]
+        with self.draw, self._arguments(), self._gate:
             disguise = self.graph and (self.changes_its_input or _has_any_global_hook())
             result = self._call(_disguise(leaves) if disguise else leaves)
+        if any(x.grad_fn is not node for x, node in zip(leaves, nodes, strict=True)):
+            raise RuntimeError(
+                "f changes its input in place, and did not in its first evaluation: let it do so always, or never"
+            )
         return leaves, self._flattened(result, leaves)
+
+    def _spared(self, state: State) -> State:
+        """What f may change."""
+        return [x.clone() for x in state] if self.changes_its_input and self._reads_again else state
+
+    def _given(self, state: State, hook: bool = False) -> State:
+        """The state as f gets it in the forward pass, after the first evaluation. If it depends on nothing, there is no
+        gradient to be lost."""
+        if (beyond := self._all_beyond()) is None:
+            return self._leaves(state, hook)
+        if self.changes_its_input:  # by how much is counted
+            return self._gate.behind(state, beyond)
+        return self._gate.behind_quickly(state, beyond)
+
+    def _leaves(self, state: State, hook: bool = False) -> State:
+        leaves = [x.detach().requires_grad_(self.graph) for x in state]
+        return list(map(hooked, leaves)) if hook and self.graph and not self._gated else leaves
+
+    def _argument(self, x: Tensor) -> Tensor:
+        """An argument as f gets it in the forward pass."""
+        return self._gate.behind([x])[0] if self._gated else hooked(alias(x))
+
+    def _all_beyond(self) -> Tensor | None:
+        """What stands for the initial state and for all inputs that are known yet."""
+        count = len(self._initial) + len(self.inputs.tensors)
+        if self._gated and count > self._beyond[0]:
+            self._beyond = count, standing_for([*self._initial, *self.inputs.tensors])
+        return self._beyond[1]
 
     def _arguments(self) -> contextlib.AbstractContextManager[None]:
         """Around a call of f. What watches all modules (torch.utils.flop_counter, say) may ask of each of their inputs
@@ -140,6 +184,7 @@ class Function:
 
     def release(self) -> None:
         """Forget f and the tensors: there will be no other backward pass."""
+        del self._initial, self._beyond
         del self.f, self.run, self.inputs, self.arguments, self.search, self.modes, self.module_tensors, self.kept
 
     def _noted(self, leaves: State, outputs: State) -> State:
@@ -211,8 +256,8 @@ class Arguments:
         self._positions = [i for i, x in enumerate(self._leaves) if isinstance(x, Tensor) and x.requires_grad]
         self.tensors = [self._leaves[i] for i in self._positions]
 
-    def use_aliases(self) -> State:
-        aliases = [alias(x) for x in self.tensors]
+    def use_aliases(self, make: Callable[[Tensor], Tensor] = alias) -> State:
+        aliases = [make(x) for x in self.tensors]
         if aliases:
             for i, x in zip(self._positions, aliases, strict=True):
                 self._leaves[i] = x

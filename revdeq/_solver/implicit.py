@@ -20,9 +20,9 @@ from .adjoint import (
     Iteration,
     Outcome,
     Totals,
+    as_forward,
     dense,
     graph_is_kept,
-    outside_inference_mode,
     refuse_unsupported,
     relax,
     relax_norms,
@@ -58,7 +58,7 @@ class Implicit(torch.autograd.Function):
         return (*outcome.y_copy, *outcome.z_copy)
 
     @staticmethod
-    @outside_inference_mode
+    @as_forward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_unsupported(grads)
         it, size = ctx.it, ctx.size

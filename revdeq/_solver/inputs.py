@@ -177,7 +177,8 @@ class Search(TorchFunctionMode):
         seen on its way in is an error if it is the result of an operation: its gradient would be lost."""
         reached: dict[int, Tensor] = {}
         edges: list[tuple[Any, int]] = []
-        start, evaluation, captured, visited = self._start, self._evaluation, self._captured, set()
+        start, evaluation, captured = self._start, self._evaluation, self._captured
+        visited = {x.grad_fn for x in leaves}
         for x in outputs:
             if x.requires_grad and x.grad_fn is None:
                 reached[id(x)] = x
@@ -261,19 +262,3 @@ def _innermost(x: Tensor) -> Tensor:
 def alias(x: Tensor) -> Tensor:
     """The same values in a leaf of its own: gradients stop there, and hooks on x stay silent."""
     return x.detach().requires_grad_()
-
-
-def guarded(leaf: Tensor) -> Tensor:
-    """A leaf that f is given. The solver asks for gradients by it and accumulates none, so that one arrives here only
-    from outside, through something that f computed and kept, and would go no further."""
-    leaf.register_post_accumulate_grad_hook(_refuse_gradient)
-    return leaf
-
-
-def _refuse_gradient(leaf: Tensor) -> None:
-    leaf.grad = None
-    raise RuntimeError(
-        f"a gradient arrives at an input of f, of shape {tuple(leaf.shape)}, through something that f computed inside "
-        "a solve and kept (an auxiliary loss, a feature, a cache), and would be lost beyond it: compute it outside of "
-        "f, before the solve or after it from solution.z, or make it a part of the state, or detach what f keeps"
-    )

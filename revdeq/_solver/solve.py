@@ -137,7 +137,7 @@ def _solve(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict
 
     def iterated() -> tuple[Iteration, Outcome]:
         function = Function(
-            f, spec, args, initial[0].device,
+            f, initial, spec, args,
             keep=options.keep, reads_again=scheme.step.c != 0, first_only=options.gradient == "implicit",
         )  # fmt: skip
         it = Iteration(function, scheme, options, monitor)

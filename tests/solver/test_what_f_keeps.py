@@ -50,6 +50,114 @@ def test_a_cache_of_what_f_makes_of_its_arguments_is_refused(what):
         z.sum().backward()
 
 
+ASKING = {
+    "backward": lambda loss, weight: loss.backward(),
+    "backward of some": lambda loss, weight: loss.backward(inputs=[weight]),
+    "grad": lambda loss, weight: torch.autograd.grad(loss, weight),
+}
+
+
+@pytest.mark.parametrize("asked", ASKING)
+@pytest.mark.parametrize("i", [0, 1, 8, 15])
+def test_a_loss_of_any_evaluation_is_refused_however_its_gradient_is_asked_for(i, asked):
+    linear, start, x, kept = nn.Linear(6, 6), nn.Linear(6, 6), torch.randn(3, 6), []
+
+    def f(z):
+        kept.append(torch.tanh(0.5 * linear(z + x)))  # an addition saves nothing that could be overwritten
+        return kept[-1]
+
+    z = revdeq.solve(f, start(x)).z
+    with pytest.raises(RuntimeError, match=KEPT):
+        ASKING[asked](z.sum() + kept[i].square().sum(), start.weight)
+
+
+def test_what_depends_on_a_start_that_needs_no_gradient_loses_none():
+    linear, x, kept, grads = nn.Linear(6, 6), torch.randn(3, 6), [], []
+
+    def f(z):
+        kept.append(torch.tanh(0.5 * linear(z + x)))
+        return kept[-1]
+
+    for solve in (lambda *args: revdeq.solve(*args, check="raise").z, baselines.stored_graph):
+        kept.clear()
+        loss = solve(f, torch.zeros(3, 6)).sum() + kept[0].square().sum()
+        grads.append(torch.autograd.grad(loss, linear.weight)[0])
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("asked", ASKING)
+def test_a_cache_is_refused_however_its_gradient_is_asked_for(asked):
+    f, encoder = Remembering("a projection of x"), nn.Linear(6, 6)
+    z = revdeq.solve(f, torch.zeros(3, 6), encoder(torch.randn(3, 6))).z
+    with pytest.raises(RuntimeError, match=KEPT):
+        ASKING[asked](z.sum(), encoder.weight)
+
+
+def test_what_a_solve_within_f_keeps_is_refused():
+    inner, other, outer, x = *(nn.Linear(6, 6) for _ in range(3)), torch.randn(3, 6)
+
+    def f(z, x):
+        kept = {}
+
+        def g(w, h):
+            kept["feature"] = other(w + h)
+            return torch.tanh(0.5 * inner(w) + h)
+
+        s = revdeq.solve(g, torch.zeros(3, 6), z + x).z
+        return torch.tanh(0.3 * s + 0.3 * outer(z) + kept["feature"])
+
+    with pytest.raises(RuntimeError, match=KEPT):
+        revdeq.solve(f, torch.zeros(3, 6), x).z.sum().backward()
+
+
+@pytest.mark.parametrize("state", ["float64", "exact"])
+def test_f_may_ask_for_derivatives_by_its_state_and_by_what_that_depends_on(state):
+    """They are partial: z counts as given. With a stored graph one has to say so."""
+    weight, x, grads = torch.randn(6, 6, requires_grad=True), torch.randn(3, 6), []
+
+    def f(z, detached=False):
+        given = z.detach().requires_grad_() if detached else z
+        energy = (torch.tanh(given @ weight) - x).square().sum()
+        by_z, by_weight = torch.autograd.grad(energy, [given, weight])
+        return torch.tanh(0.2 * z @ weight + 0.1 * by_z + 0.05 * z @ by_weight)
+
+    for z in (
+        revdeq.solve(f, torch.zeros(3, 6), state=state, check="raise").z,
+        baselines.stored_graph(lambda z: f(z, detached=True), torch.zeros(3, 6)),
+    ):
+        grads.append(torch.autograd.grad(z.sum(), weight)[0])
+    torch.testing.assert_close(*grads)
+
+
+def test_f_that_changes_its_input_in_some_evaluations_is_refused():
+    def f(z, x):
+        if z.detach().norm() > 0:
+            z.mul_(0.5)
+        return torch.tanh(z) + x
+
+    with pytest.raises(RuntimeError, match="changes its input in place, and did not in its first evaluation"):
+        revdeq.solve(f, torch.zeros(3, 6), torch.randn(3, 6, requires_grad=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own
+@pytest.mark.parametrize("gradient", ["exact", "implicit"])
+def test_a_training_step_that_is_compiled_as_a_whole_leaves_both_passes_as_they_are(gradient):
+    """In one that is compiled, dropout would draw another mask."""
+    linear, x, compiled = nn.Linear(6, 6), torch.randn(3, 6), []
+
+    def f(z, x):
+        compiled.append(torch.compiler.is_compiling())
+        return torch.tanh(0.3 * linear(z) + x)
+
+    def step(x):
+        loss = revdeq.solve(f, torch.zeros(3, 6), x, gradient=gradient, check=None).z.square().sum()
+        loss.backward()
+        return loss
+
+    torch.compile(step, backend="eager")(x)
+    assert len(compiled) > 16 and not any(compiled)
+
+
 def test_a_probe_on_states_that_are_overwritten_is_refused_by_torch():
     linear, probe, losses = nn.Linear(6, 6), nn.Linear(6, 2), []
 
