@@ -367,8 +367,8 @@ def _by_sample(state: Any) -> Tensor:
 
 
 def _steps(f_max_iter: Any, name: str) -> int:
-    if not isinstance(f_max_iter, (int, float)) or not 0 <= f_max_iter < math.inf:
-        raise ValueError(f"{name} = {f_max_iter!r} must be a number of evaluations of f, 0 or more")
+    if not isinstance(f_max_iter, (int, float)) or not 0 <= f_max_iter < math.inf or f_max_iter % 1:
+        raise ValueError(f"{name} = {f_max_iter!r} must be a number of evaluations of f, an integer of at least 0")
     steps = math.ceil(f_max_iter / 2)
     if 2 * steps != f_max_iter:
         _say_it_is_rounded(float(f_max_iter))

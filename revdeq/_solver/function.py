@@ -182,6 +182,11 @@ class Function:
         watched = self.graph and _has_any_global_hook()
         return self.arguments.disguised() if watched else contextlib.nullcontext()
 
+    def end(self) -> None:
+        """After the last evaluation of the forward pass."""
+        self.inputs.refuse_hooks_of_f()
+        self._gate.forget()
+
     def release(self) -> None:
         """Forget f and the tensors: there will be no other backward pass."""
         del self._initial, self._beyond

@@ -55,6 +55,10 @@ class Gate:
             increment_version(self._given)
             self._given = []
 
+    def forget(self) -> None:
+        """What f was given last is not overwritten."""
+        self._given = []
+
     def stood_in_the_way(self, error: RuntimeError) -> bool:
         """Whether it was f that asked, so that the evaluation is to be repeated. That will not happen again."""
         quickly = bool(self._given) and not self._f_differentiates

@@ -103,7 +103,7 @@ class Inputs:
         return self._aliases[index] if index < len(self._aliases) else self.tensors[index]
 
     def refuse_hooks_of_f(self) -> None:
-        """After the last evaluation. Hooks on f's own results are part of its graph, and welcome."""
+        """Hooks on f's own results are part of its graph, and welcome."""
         for i, count in enumerate(self._hooks):
             if _hooks_on(self.in_graph(i)) > count:
                 name = f"a tensor of shape {tuple(self.tensors[i].shape)} that is given to it or that it closes over"

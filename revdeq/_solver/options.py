@@ -43,7 +43,7 @@ class Exact:
     fraction_bits: int = 24
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fraction_bits, int) or not 1 <= self.fraction_bits <= 30:
+        if type(self.fraction_bits) is not int or not 1 <= self.fraction_bits <= 30:
             raise ValueError(f"fraction_bits = {self.fraction_bits!r} must be an integer from 1 to 30; 24 is usual")
 
 
@@ -194,6 +194,8 @@ def _coefficient(name: str, value: Any) -> None:
 
 def _at_least(name: str, value: Any, least: int, meaning: str) -> None:
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} = {value!r} must be an integer of at least {least}: {meaning}") from None

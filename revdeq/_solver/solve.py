@@ -147,7 +147,7 @@ def _solve(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict
         it, outcome = iterated()
     except CarriedOver:  # a cache that f has filled is there now, and its content is like any captured tensor
         it, outcome = iterated()
-    it.f.inputs.refuse_hooks_of_f()
+    it.f.end()
     last = (*outcome.y_copy, *outcome.z_copy)
     inputs, adjoint = it.f.inputs.tensors, None
     if it.f.graph and options.gradient == "implicit" and inputs:

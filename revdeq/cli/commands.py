@@ -289,6 +289,9 @@ def _guarded(run: Run) -> Run:
         except (CheckpointError, DataError, Diverged, ImportError, ReconstructionError, SettingError) as error:
             print(error, file=sys.stderr)
             return 1
+        except BrokenPipeError:  # of `| head`, which has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
         except Stopped as stopped:
             print(stopped, file=sys.stderr)
             return 128 + stopped.number

@@ -125,6 +125,8 @@ class CausalAttention(nn.Module):
     def __init__(self, d: int, heads: int = 8, wide_heads: bool = False) -> None:
         super().__init__()
         self.heads = checked_size("heads", heads)
+        if not isinstance(wide_heads, bool):
+            raise ValueError(f"wide_heads = {wide_heads!r} must be true or false")
         if checked_size("d", d) % heads and not wide_heads:
             raise ValueError(
                 f"d = {d} is not a multiple of heads = {heads}: change one of them, or use wide_heads=True"

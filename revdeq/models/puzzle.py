@@ -107,7 +107,8 @@ class PuzzleModel(EquilibriumModel):
 
 
 def encoder(features: int, dimensions: int, channels: int) -> nn.Module:
-    return checked_convolution(dimensions)(checked_size("features", features), channels, 3, padding=1)
+    convolution = checked_convolution(dimensions)
+    return convolution(checked_size("features", features), checked_size("channels", channels), 3, padding=1)
 
 
 def classifier(channels: int, classes: int) -> nn.Module:

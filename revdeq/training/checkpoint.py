@@ -52,6 +52,8 @@ def load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}: a run folder has last.pt and best.pt")
     try:
+        if zipfile.is_zipfile(path) and (part := zipfile.ZipFile(path).testzip()) is not None:  # torch does not look
+            raise zipfile.BadZipFile(f"the checksum of {part} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError) as error:
         raise CheckpointError(
@@ -66,6 +68,8 @@ def _reason(path: Path, error: Exception) -> str:
     """What torch says of other files is of no help, and its advice, to let a file run code, is bad."""
     if not os.access(path, os.R_OK):
         return "you may not read it; change its permissions"
+    if path.stat().st_size == 0:
+        return "it is empty; copy it again"
     with path.open("rb") as file:
         archive = file.read(2) == b"PK"
     if not archive:

@@ -136,7 +136,10 @@ def read(file: Path) -> Tensor:
 
     try:
         with Image.open(file) as opened:
-            image: Any = ImageOps.exif_transpose(opened).convert("RGBA")
+            image: Any = ImageOps.exif_transpose(opened)
+            if image.mode.startswith("I"):  # of 16 bits, which Pillow would cut off at 255
+                image = Image.fromarray((np.asarray(image) / 257).clip(0, 255).round().astype(np.uint8))
+            image = image.convert("RGBA")
     except Exception as error:  # of whatever kind the decoder of a damaged file raises: ValueError, struct.error, ...
         raise DataError(f"{file} cannot be read as an image: {error}") from error
     image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")

@@ -64,18 +64,31 @@ class Prediction(NamedTuple):
         """In bytes; every example takes as much."""
         return self.fixed + batch * (self.one.activations + self.one.states)
 
-    def largest_batch(self, gpu: Gpu) -> int:
+    def largest_part(self, gpu: Gpu) -> int:
+        """Examples that fit at a time."""
         return max(0, int((gpu.memory * 1e9 - self.fixed) // (self.one.activations + self.one.states)))
 
+    def gpus(self, training: Training, gpu: Gpu) -> int | None:
+        """That share a batch; None if even one example is too much for each of them."""
+        largest = self.largest_part(gpu)
+        return math.ceil(part_of(training) / largest) if largest else None
+
     def seconds(self, training: Training, gpu: Gpu) -> float:
-        """Of an update: what its operations take, or the launches of its kernels if that is more."""
+        """Of an update by as many GPUs as it needs: what its operations take, or the launches of its kernels if that is
+        more."""
         rate = gpu.float32 if training.autocast is None else gpu.bfloat16
-        computing = training.batch * self.one.operations / (USED * rate * 1e12)
+        examples = training.batch / (self.gpus(training, gpu) or 1)
+        computing = examples * self.one.operations / (USED * rate * 1e12)
         return max(computing, LAUNCH * self.launches(training))
 
     def launches(self, training: Training) -> int:
         """Of an update; a compiled f has fewer, nobody knows how many."""
         return 0 if training.compile else training.accumulate * self.one.launches
+
+
+def part_of(training: Training) -> int:
+    """Examples that are computed at a time."""
+    return math.ceil(training.batch / training.accumulate)
 
 
 def predicted(preset: Preset) -> Prediction:
@@ -90,7 +103,8 @@ def predicted(preset: Preset) -> Prediction:
 def report(preset: Preset) -> str:
     """A table for people."""
     training, found = preset.training, predicted(preset)
-    batch, part = training.batch, math.ceil(training.batch / training.accumulate)
+    batch, part = training.batch, part_of(training)
+    at_a_time = f", {part} at a time," if part < batch else ""
     gigabytes = found.memory(part) / 1e9
     quoted = f" ({preset.quoted} quoted)" if preset.quoted else ""
     precision = training.autocast or "float32 without TF32"
@@ -100,16 +114,20 @@ def report(preset: Preset) -> str:
     )
     lines = [
         f"{preset.name}: {found.parameters:,} parameters{quoted}. Predicted, not measured:",
-        f"  an update of {batch} examples takes {operations:.3g} TFLOP and {gigabytes:.3g} GB: {fixed} for parameters,",
+        f"  an update of {batch} examples{at_a_time} takes {operations:.3g} TFLOP and {gigabytes:.3g} GB: {fixed} for "
+        "parameters,",
         f"  gradients and AdamW, {activations} for what one evaluation of each f and the rest of the model save, and "
         f"{states} for the solver.",
-        f"  {'GPU':18}{'largest batch':>14}{f'{batch} examples':>16}{'per update':>14}   "
+        f"  {'GPU':18}{'at a time, at most':>20}{f'{part} examples':>16}{'per update':>14}   "
         f"({precision}, {USED:.0%} of the published rate)",
     ]
     for gpu in GPUS:
-        largest, seconds = found.largest_batch(gpu), found.seconds(training, gpu)
-        fits = "fit" if largest >= part else f"need {math.ceil(gigabytes / gpu.memory)} GPUs"
-        lines.append(f"  {f'{gpu.name}, {gpu.memory} GB':18}{largest:>14,}{fits:>16}{seconds:>12.3g} s")
+        largest, needed = found.largest_part(gpu), found.gpus(training, gpu)
+        fits = "fit" if needed == 1 else f"need {needed:,} GPUs" if needed else "do not fit"
+        time = f"{found.seconds(training, gpu):>12.3g} s" if needed else ""
+        lines.append(f"  {f'{gpu.name}, {gpu.memory} GB':18} {largest:>19,} {fits:>15}{time}")
+    if training.autocast is not None:
+        lines.append("  Memory is that of float32, and less with autocast.")
     if launches := found.launches(training):
         lines.append(
             f"  The time is that of the operations, or {LAUNCH * 1e6:g} us for each of the {launches:,} kernels that "

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models.equilibrium import last_of
-from .data import DataSet
+from .data import DataError, DataSet
 from .presets import Training
 from .processes import Processes
 
@@ -68,9 +68,18 @@ def evaluate(
     sums = torch.zeros(6, dtype=torch.float64)
     batches = dataset.evaluation(split, training.batch)
     for batch in itertools.islice(batches, processes.rank, training.evaluation_batches, processes.size):
-        with torch.autocast(processes.device.type, **autocast(training.autocast)):
-            outputs = model(batch.inputs)
-        loss = loss_of(outputs, batch.targets, "sum").item() + batch.surcharge
+        outputs = None
+        try:
+            with torch.autocast(processes.device.type, **autocast(training.autocast)):
+                outputs = model(batch.inputs)
+            loss = loss_of(outputs, batch.targets, "sum").item() + batch.surcharge
+        except (ArithmeticError, IndexError, RuntimeError) as error:
+            doubt = not_finite(batch.inputs, batch.targets)
+            if not doubt and outputs is not None:
+                doubt = out_of_range(outputs, batch.targets)
+            if not doubt:
+                raise
+            raise DataError(f"{split} has bad data: {doubt} ({type(error).__name__}: {error})") from error
         count, examples = batch.targets.numel(), len(batch.targets)
         found = outputs if batch.targets.is_floating_point() else outputs.argmax(-1)
         right = (found == batch.targets).reshape(examples, -1).all(1).sum().item()
@@ -90,6 +99,21 @@ def loss_of(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor
     if targets.is_floating_point():
         return F.mse_loss(outputs.float(), targets.float(), reduction=reduction)
     return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten().long(), reduction=reduction)
+
+
+def not_finite(inputs: Tensor, targets: Tensor) -> str:
+    """Where a batch has NaN or infinity in it. Some models take these, and so they are looked for only in trouble."""
+    for name, part in (("inputs", inputs), ("targets", targets)):
+        if not bool(part.isfinite().all()):
+            return f"{name} in this batch are NaN or infinite: clean the data, with {name}.isfinite(), for example"
+    return ""
+
+
+def out_of_range(outputs: Tensor, targets: Tensor) -> str:
+    if targets.is_floating_point() or 0 <= int(targets.min()) <= int(targets.max()) < outputs.shape[-1]:
+        return ""
+    classes, low, high = outputs.shape[-1], int(targets.min()), int(targets.max())
+    return f"the model tells {classes} classes apart, and targets go from {low} to {high}: they are counted from 0"
 
 
 def autocast(dtype: str | None) -> dict[str, Any]:

@@ -399,7 +399,8 @@ def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
 def keywords(model: str) -> set[str]:
     """Of the model's constructor, those that can be written down."""
     parameters = {*inspect.signature(MODELS[model]).parameters}
-    return (parameters | (OPTIONS if "options" in parameters else set())) - {"classes", "options"}
+    of_inputs = OF_INPUTS - {"vocabulary"}  # which is a setting of the data, too
+    return (parameters | (OPTIONS if "options" in parameters else set())) - {"classes", "options"} - of_inputs
 
 
 def fits(model: str, shapes: Mapping[str, Any]) -> bool:

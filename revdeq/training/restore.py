@@ -44,6 +44,14 @@ def _refuse_of_training(changes: Mapping[str, Any], still_used: Collection[str] 
             raise SettingError(f"{name}={value!r}: it has its effect in training, which this model has behind it")
 
 
+def _refuse_other_examples(before: Preset, now: Preset) -> None:
+    """What a model was trained on and what it can tell apart is no longer to be chosen."""
+    for name, default in (("held_out", 10), ("vocabulary", "full")):
+        was, asked = before.settings.get(name, default), now.settings.get(name, default)
+        if asked != was:
+            raise SettingError(f"{name}={asked!r}: the model was trained with {name}={was!r}; leave it out")
+
+
 def _built(
     path: Path,
     saved: Mapping[str, Any],
@@ -158,7 +166,9 @@ def restored(
     changes = dict(changes or {})
     _refuse_of_training(changes, still_used=evaluation.SETTINGS)
     saved = checkpoint.load(path)
-    preset = described(path, Preset.from_dict(saved["preset"]), changes)
+    before = Preset.from_dict(saved["preset"])
+    preset = described(path, before, changes)
+    _refuse_other_examples(before, preset)
     folder = folder or (Path(saved["folder"]) if saved["folder"] else None)
     dataset = datasets.load(preset.data, folder, preset.settings, saved.get("data", saved.get("vocabulary")))
     model = _built(path, saved, None, changes, device, dataset.shapes).model

@@ -32,12 +32,12 @@ from . import checkpoint, record
 from . import data as datasets
 from .checkpoint import CheckpointError
 from .data import DataError, DataSet
-from .data.dataset import Batch
-from .evaluation import autocast, evaluate, loss_of
+from .data.dataset import PERPLEXITY, Batch
+from .evaluation import autocast, evaluate, loss_of, not_finite
 from .presets import Preset, SettingError, Training, configured, nearest
 from .processes import Processes
 from .schedule import scheduled
-from .trial import check_parameters, no_model, not_finite, try_out
+from .trial import check_parameters, no_model, try_out
 
 PLATEAU_WINDOW = 200
 SMALLEST_LR = 1e-6
@@ -100,7 +100,7 @@ def train(
         SettingError: The settings do not go together, or the model does not fit the data.
         Diverged: The loss is NaN or infinite.
         Stopped: A signal ended the training.
-        TypeError: model is none of these.
+        TypeError: model is none of these, or callback is no function.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 8), revdeq.RevDEQ(Block(8)), nn.Linear(8, 2))
@@ -110,6 +110,8 @@ def train(
         >>> rows[-1]["update"]
         4
     """
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback = {callback!r} must be a function, which is called with every row of metrics.csv")
     processes = Processes(device)
     with processes.connected():  # nothing of it is left when they part
         if isinstance(model, nn.Module):
@@ -130,6 +132,10 @@ def train(
 def _training(settings: Mapping[str, Any]) -> Training:
     known = [field.name for field in dataclasses.fields(Training)]
     for name, value in settings.items():
+        if name in OPTIONS and isinstance(value, (tuple, list)):
+            raise SettingError(
+                f"{name}={value!r}: one for each update is drawn for presets only; set layer.{name} of your model"
+            )
         if name in OPTIONS:
             raise SettingError(
                 f"{name}={value!r} is an option of the layers in your model, not of the training: set it where they "
@@ -166,6 +172,10 @@ def _train(
 
 def _saved(last: Path, preset: Preset, resume: bool) -> dict[str, Any] | None:
     if not last.exists():
+        if resume and (best := last.with_name("best.pt")).exists():
+            raise CheckpointError(
+                f"{best} is of a run whose last.pt is missing, from which alone it could go on: choose another --out"
+            )
         return None
     if not resume:
         raise CheckpointError(
@@ -225,7 +235,10 @@ class Run:
         if of_others:
             block = preset.settings.get("block")
             what = f"model={type(model).__name__}" if block is None else f"block={name_of(block)}"
-            try_out(self.model, what, self._batch_of(0), training.autocast, processes.device)
+            text = dataset.metric is PERPLEXITY
+            try_out(self.model, what, self._batch_of(0), training.autocast, processes.device, text)
+        if training.tune_every is not None and not any(isinstance(m, RevDEQ) for m in self.model.modules()):
+            raise SettingError(f"tune_every={training.tune_every}: the model has no equilibrium to tune; leave it out")
         self.parameters = count_parameters(self.model)
         if training.compile:
             _compile_f(self.model)
@@ -254,7 +267,8 @@ class Run:
         self.progress = record.Progress(self.total, self.update, dataset.unit, dataset.metric.name, self.quiet)
         progress = self.progress
         if self.processes.first:
-            record.write_config(self.out, config)
+            if self.update < self.total:  # what is refused, because it is shorter than the run, changes nothing
+                record.write_config(self.out, config)
             record.write_metrics(self.out, self.rows)
             progress.say(dataset.describe())
             quoted = f" ({self.preset.quoted} quoted)" if self.preset.quoted else ""

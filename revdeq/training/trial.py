@@ -6,13 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._solver.layer import RevDEQ
 from . import checkpoint
 from .data.dataset import Batch
-from .evaluation import autocast, loss_of
+from .evaluation import autocast, loss_of, not_finite, out_of_range
 from .presets import SettingError
 
 
-def try_out(model: nn.Module, what: str, batch: Batch, dtype: str | None, device: torch.device) -> None:
+def try_out(
+    model: nn.Module, what: str, batch: Batch, dtype: str | None, device: torch.device, text: bool = False
+) -> None:
     """What is wrong with a model or a block of one's own is said now, of two examples, and not in the middle.
 
     Args:
@@ -21,6 +24,7 @@ def try_out(model: nn.Module, what: str, batch: Batch, dtype: str | None, device
         batch: Of the training.
         dtype: Of its autocast.
         device: That of the model.
+        text: Whether it predicts the next token of each, and so may not see it.
     """
     generators = checkpoint.generators(device)
     classes, doubt = batch.targets, not_finite(batch.inputs, batch.targets)
@@ -29,9 +33,10 @@ def try_out(model: nn.Module, what: str, batch: Batch, dtype: str | None, device
     try:
         with torch.autocast(device.type, **autocast(dtype)):
             outputs = model(inputs)
-        wrong = _misfit(outputs, targets) or _out_of_range(outputs, classes)
+        wrong = _misfit(outputs, targets) or out_of_range(outputs, classes)
         if not wrong:
             loss_of(outputs, targets).backward()
+            wrong = _looks_ahead(model, inputs, outputs.shape[-1]) if text else ""
     except (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError) as error:
         wrong = f"{type(error).__name__}: {error}"
         wrong = f"{doubt} ({wrong})" if doubt else wrong
@@ -58,12 +63,19 @@ def check_parameters(model: nn.Module) -> None:
         )
 
 
-def not_finite(inputs: Tensor, targets: Tensor) -> str:
-    """Where a batch has NaN or infinity in it. Some models take these, and so they are looked for only in trouble."""
-    for name, part in (("inputs", inputs), ("targets", targets)):
-        if not bool(part.isfinite().all()):
-            return f"{name} in this batch are NaN or infinite: clean the data, with {name}.isfinite(), for example"
-    return ""
+@torch.no_grad()
+def _looks_ahead(model: nn.Module, inputs: Tensor, vocabulary: int) -> str:
+    """Why what it learns would be worthless: it need only copy."""
+    model.eval()
+    for layer in model.modules():
+        if isinstance(layer, RevDEQ):
+            layer.tol = None  # all would stop when the last of them has arrived
+    other = inputs.clone()
+    other[:, -1] = (other[:, -1] + 1) % vocabulary
+    before, after = (model(tokens)[:, :-1].float() for tokens in (inputs, other))
+    if (after - before).abs().max() <= 1e-3 * before.abs().max():
+        return ""
+    return "what it says of a token depends on the token after it, which is the answer: make it causal"
 
 
 def _misfit(outputs: Any, targets: Tensor) -> str:
@@ -76,13 +88,6 @@ def _misfit(outputs: Any, targets: Tensor) -> str:
     if shape[:-1] != expected:
         return f"it returns the shape {shape}, and must return {(*expected, 'classes')} for targets of shape {expected}"
     return ""
-
-
-def _out_of_range(outputs: Tensor, targets: Tensor) -> str:
-    if targets.is_floating_point() or 0 <= int(targets.min()) <= int(targets.max()) < outputs.shape[-1]:
-        return ""
-    low, high = int(targets.min()), int(targets.max())
-    return f"it tells {outputs.shape[-1]} classes apart, and targets go from {low} to {high}: they are counted from 0"
 
 
 def no_model(model: Any) -> str:

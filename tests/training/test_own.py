@@ -150,8 +150,9 @@ def test_numbers_as_targets_are_fitted_by_their_squared_error(tmp_path):
     model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
     rows = train_quietly(model, (points, points.prod(1, keepdim=True)), tmp_path / "run", epochs=40, lr=0.02)
     assert rows[-1]["metric"] == rows[-1]["evaluation_loss"] < 0.7 * rows[0]["evaluation_loss"]
+    held_out = points[Examples((points, points)).parts["valid"][1]]
     with torch.no_grad():
-        error = (model(points[9::10]) - points[9::10].prod(1, keepdim=True)).square().mean()
+        error = (model(held_out) - held_out.prod(1, keepdim=True)).square().mean()
     assert rows[-1]["metric"] == pytest.approx(error.item(), rel=1e-5)
 
 
@@ -181,7 +182,7 @@ def frozen():
             SettingError,
             "model=Linear cannot be trained on this data, inputs of shape (2, 2)",
         ),
-        (nn.Linear(2, 1), circle(), SettingError, "it tells 1 classes apart, and targets go from 0 to 1"),
+        (nn.Linear(2, 1), circle(), SettingError, "the model tells 1 classes apart, and targets go from 0 to 1"),
         (
             nn.Sequential(nn.Linear(2, 2), nn.Flatten(0)),
             circle(),
@@ -584,3 +585,76 @@ def test_a_missing_tensorboard_is_named(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert command(monkeypatch, "train", "prefix-tiny", "--out", tmp_path / "run", "--log", "tensorboard") == 1
     assert "TensorBoard needs tensorboard: pip install 'revdeq[tensorboard]'" in capsys.readouterr().err
+
+
+# what would spoil a run
+
+
+def test_a_class_held_out_that_the_model_does_not_know_is_named(tmp_path):
+    points, classes = circle()
+    with pytest.raises(DataError, match="valid has bad data: the model tells 2 classes apart, and targets go from"):
+        train_quietly(own_model(), Examples((points, classes), (points, classes + 3)), tmp_path / "a", epochs=1)
+    with pytest.raises(DataError, match="valid has bad data: inputs in this batch are NaN or infinite"):
+        train_quietly(own_model(), Examples((points, classes), (points / 0, classes)), tmp_path / "b", epochs=1)
+
+
+def test_classes_in_turn_are_all_trained_on_and_all_held_out():
+    parts = Examples((torch.randn(1000, 2), torch.arange(1000) % 10)).parts
+    for part, count in (("train", 900), ("valid", 100)):
+        (_, targets), chosen = parts[part]
+        assert len(chosen) == count and len(targets[chosen].unique()) == 10
+
+
+def test_a_run_that_is_asked_to_be_shorter_than_it_is_keeps_its_length(tmp_path):
+    small = {"channels": 4, "evaluation_batches": 1, "save_every": 3}
+
+    def stop(row):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_quietly("prefix-tiny", None, tmp_path, updates=8, log_every=4, callback=stop, **small)
+    assert checkpoint.load(tmp_path / "last.pt")["update"] == 3
+    before = (tmp_path / "config.json").read_bytes()
+    train_quietly("prefix-tiny", None, tmp_path, updates=2, log_every=4, resume=True, **small)
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_a_run_that_has_lost_its_last_checkpoint_is_not_begun_anew_over_itself(tmp_path):
+    small = {"channels": 4, "evaluation_batches": 1, "updates": 2}
+    train_quietly("prefix-tiny", None, tmp_path, **small)
+    (tmp_path / "last.pt").unlink()
+    with pytest.raises(CheckpointError, match="best.pt is of a run whose last.pt is missing"):
+        train_quietly("prefix-tiny", None, tmp_path, resume=True, **small)
+
+
+def test_a_checkpoint_with_a_wrong_bit_or_with_nothing_in_it_is_not_loaded(tmp_path):
+    train_quietly("prefix-tiny", None, tmp_path, channels=4, evaluation_batches=1, updates=2)
+    path = tmp_path / "last.pt"
+    content = bytearray(path.read_bytes())
+    content[content.index(b"data/0") + 200] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="it is damaged .the checksum of .* is wrong.; copy it again"):
+        revdeq.models.load(path)
+    path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="it is empty; copy it again"):
+        revdeq.models.load(path)
+
+
+def test_a_callback_that_cannot_be_called_is_said_at_once(tmp_path):
+    with pytest.raises(TypeError, match="callback = 3 must be a function"):
+        train_quietly("prefix-tiny", None, tmp_path, callback=3)
+
+
+def test_steps_for_a_model_of_ones_own_are_one_number(tmp_path):
+    with pytest.raises(SettingError, match="one for each update is drawn for presets only; set layer.max_steps"):
+        train_quietly(own_model(), circle(), tmp_path, max_steps=(4, 10))
+
+
+def test_what_there_is_nothing_of_cannot_be_tuned(tmp_path):
+    with pytest.raises(SettingError, match="tune_every=2: the model has no equilibrium to tune"):
+        train_quietly(nn.Linear(2, 2), circle(), tmp_path, tune_every=2)
+
+
+def test_what_follows_from_the_data_is_no_setting():
+    with pytest.raises(SettingError, match="prefix-tiny has no setting 'features'"):
+        configured("prefix-tiny", {"features": 3})

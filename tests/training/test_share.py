@@ -523,3 +523,11 @@ def test_damage_of_any_kind_is_told_after_all_that_can_be_read(batch, runs, pict
     assert [guess.file.name for guess in told] == ["a.png", "b.JPG", "c.png", "d.png", "e.gif"]
     lines = str(error.value).splitlines()
     assert len(lines) == 3 and all(f"{name} cannot be read" in line for name, line in zip(damaged, lines, strict=True))
+
+
+def test_an_image_of_16_bits_is_seen_as_its_8_bits_would_be(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    ramp = torch.arange(0, 256, 8).expand(32, 32).numpy().astype("uint16")
+    image.fromarray(ramp.astype("uint8")).save(tmp_path / "8.png")
+    image.fromarray(ramp * 257).save(tmp_path / "16.png")
+    assert torch.equal(*(revdeq.training.classify.read(tmp_path / name) for name in ("8.png", "16.png")))

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from sample_data import write_cifar_binary, write_encoding, write_wikitext
+from torch import nn
 
 import revdeq
 from revdeq import __main__
@@ -752,3 +753,37 @@ def test_missing_extras_are_named(monkeypatch, capsys, folder):
 def test_settings_are_checked_without_a_command_line_too():
     with pytest.raises(SettingError, match="clip=0: it must be larger than 0"):
         dataclasses.replace(Training(), clip=0)
+
+
+class LooksAhead(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.conv = nn.Conv1d(d, d, 3, padding=1)
+
+    def forward(self, z, x):
+        return torch.tanh(self.conv(z.mT).mT + x)
+
+
+class LooksBack(LooksAhead):
+    def forward(self, z, x):
+        return torch.tanh(self.conv(nn.functional.pad(z, (0, 0, 1, 0)).mT)[..., :-1].mT + x)
+
+
+@pytest.mark.parametrize("tol", [None, 1e-3])
+def test_a_block_that_sees_the_answer_is_refused(folder, tmp_path, tol):
+    settings = {**SETTINGS["wikitext2-tiny"], "updates": 1, "tol": tol}
+    with pytest.raises(presets.SettingError, match="depends on the token after it, which is the answer"):
+        revdeq.train("wikitext2-tiny", folder, tmp_path / "a", device="cpu", quiet=True, block=LooksAhead, **settings)
+    revdeq.train("wikitext2-tiny", folder, tmp_path / "b", device="cpu", quiet=True, block=LooksBack, **settings)
+
+
+@pytest.mark.parametrize("name, setting, value", [("cifar10-tiny", "held_out", 3), ("wikitext2-tiny", "vocabulary", 9)])
+def test_what_a_model_was_trained_on_is_not_chosen_when_it_is_evaluated(folder, whole, name, setting, value):
+    with pytest.raises(presets.SettingError, match=f"{setting}={value}: the model was trained with {setting}="):
+        revdeq.training.restored(whole / name, folder, {setting: value})
+
+
+@pytest.mark.parametrize("length", [0, -5, 1.5, "a"])
+def test_a_length_that_is_none(folder, length):
+    with pytest.raises(revdeq.training.data.DataError, match="it must be a number of tokens, 1 at least"):
+        WikiText("wikitext-2", folder, length=length)

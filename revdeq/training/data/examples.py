@@ -22,7 +22,7 @@ class Examples:
     Args:
         train: What to train on: a pair of tensors, inputs and targets, one example beside the other; or a
             `torch.utils.data.Dataset` of pairs, which is read as it is needed.
-        valid: The same, to choose the best model on. None holds every tenth example out.
+        valid: The same, to choose the best model on. None holds a tenth of the examples out, always the same ones.
 
     Raises:
         DataError: It is neither, or the two tensors are not of one length.
@@ -46,7 +46,8 @@ class Examples:
                 raise DataError(
                     f"data of {len(everything)} examples: without valid, at least 10, to hold some of them out"
                 )
-            held_out = everything % 10 == 9
+            held_out = torch.zeros(len(everything), dtype=torch.bool)
+            held_out[torch.randperm(len(everything), generator=torch.Generator().manual_seed(0))[::10]] = True
             self.parts = {"train": (train, everything[~held_out]), "valid": (train, everything[held_out])}
         else:
             self.parts = {"train": (train, everything), "valid": (checked(valid), torch.arange(count(valid)))}

@@ -84,6 +84,8 @@ class WikiText:
         vocabulary: str | int = "full",
         saved: Mapping[str, Any] | None = None,
     ) -> None:
+        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+            raise DataError(f"length={length!r}: it must be a number of tokens, 1 at least")
         place, variant = find(name, folder)
         encoder = encoding.find(folder)
         self.name, self.source, self.encoding, self.length = name, place, encoder, length
