@@ -63,10 +63,12 @@ def half_step(numbers):
     rows = []
     for label, direction, provider in (
         ("forward: unfused PyTorch", "forward", "unfused"),
+        ("the same, in place", "forward", "unfused, in place"),
         ("`torch.compile` of it, in place", "forward", "torch.compile"),
         ("a copy of the same bytes", "forward", "copy"),
         ("ours with the exact state", "forward", "fused, exact state"),
         ("backward: unfused PyTorch", "backward", "unfused"),
+        ("the same, in place", "backward", "unfused, in place"),
         ("`torch.compile` of it, in place", "backward", "torch.compile"),
         ("ours with the exact state", "backward", "fused, exact state"),
     ):

@@ -60,7 +60,7 @@ class Options:
         tol: None takes exactly `max_steps` steps and never waits for the device. With tol > 0 the iteration stops
             after the first step whose relative change, `Solution.residual`, is at most tol.
         state: How the solver keeps y and z. "auto" takes "float64" where that is safe, because the way back loses at
-            most 32 of its 52 bits, or because z0 is float64, or because no step has to be undone; and "exact"
+            most 32 of its 53 bits, or because z0 is float64, or because no step has to be undone; and "exact"
             otherwise. "float64" is the paper's mixed precision, whose error grows on the way back, like
             |1 - beta|^-N. "exact" keeps integers in the same 8 bytes, and its steps lose nothing: the gradient is that
             of a stored graph of the same steps, for every beta and N. The integers resolve 6e-8, which is coarser than

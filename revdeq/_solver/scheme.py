@@ -187,7 +187,7 @@ def _worst(alarms: list[Tensor]) -> Tensor:
 
 
 SAFE_BITS = 32
-"""What a float64 state can lose of its 52 bits on the way back and still give f the numbers that it had: it was exact
+"""What a float64 state can lose of its 53 bits on the way back and still give f the numbers that it had: it was exact
 in every run that lost less."""
 
 

@@ -24,7 +24,7 @@ class LanguageModel(EquilibriumModel):
     size d each, and as 64,627,712 with heads of size d / 8 (wide_heads=False).
 
     Args:
-        vocabulary: The number of tokens; the default is that of GPT-2, padded to a multiple of 64.
+        vocabulary: The number of tokens; the default is that of GPT-2, padded to a multiple of 128.
         d: As for `TransformerBlock`.
         heads: As for `TransformerBlock`.
         length: Of the longest sequence.
