@@ -872,6 +872,9 @@ UNSEEN = {
         "needs an installation without a C compiler: test_operators.py",
     "module … has no attribute …": "as Python says it",
     "a plot needs matplotlib: pip install matplotlib, or 'revdeq[demo]'": "needs an environment without it",
+    "a solve has waited … s for its turn to draw random numbers, behind an evaluation of f in another thread that has "
+    "not ended: does that f wait for a solve in a thread of its own? Call it in the thread of f, or let f draw nothing":
+        "needs threads: test_what_f_keeps.py",
     "save_pretrained …": "needs an environment without huggingface_hub: test_share.py",
     "from_pretrained …": "needs an environment without huggingface_hub: test_share.py",
     "push_to_hub …": "needs an environment without huggingface_hub: test_share.py",

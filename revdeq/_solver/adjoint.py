@@ -13,6 +13,7 @@ alive at a time.
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -193,6 +194,7 @@ class Reversible(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         own = [*itertools.chain(outcome.y, outcome.z, *outcome.spilled), *tensors[: len(outcome.y)], *outcome.end]
         ctx.layouts = [_Layout.of(x) for x in own]
+        ctx.z0 = [(weakref.ref(x), x._version) for x in tensors[: len(outcome.y)]]
         ctx.save_for_backward(*own, *tensors[len(outcome.y) :])
         return (*outcome.y_copy, *outcome.z_copy)
 
@@ -206,7 +208,15 @@ class Reversible(torch.autograd.Function):
                 "Solve again, or call backward with retain_graph=True"
             )
         it, size, step = ctx.it, ctx.size, ctx.it.scheme.step
-        saved = list(ctx.saved_tensors)  # all of them, for autograd's check that none was changed in place
+        try:
+            saved = list(ctx.saved_tensors)  # all of them, for autograd's check that none was changed in place
+        except RuntimeError:
+            if all((x := ref()) is None or x._version == version for ref, version in ctx.z0):
+                raise
+            raise RuntimeError(
+                "z0 was changed in place after the solve, and is where the backward pass ends: solve from z0.clone(), "
+                "or change z0 after the backward pass"
+            ) from None
         saved = [layout.restored(x) for layout, x in zip(ctx.layouts, saved, strict=False)]
         last, given = saved[: 2 * size], [x.detach() for x in saved[2 * size * (1 + ctx.spills) :]]
         initial, end = given[:size], given[size:]
@@ -297,7 +307,7 @@ class _Layout:
                 "cannot be undone: leave the solve out of it (torch.autograd.graph.saved_tensors_hooks(lambda x: x, "
                 "lambda x: x) around the solve), or give back what was packed"
             )
-        if x.stride() == self.stride:
+        if x.stride() == self.stride or 0 in self.stride:  # an expanded z0, which no kernel gets the address of
             return x
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).copy_(x)
 

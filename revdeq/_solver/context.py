@@ -16,6 +16,9 @@ _cuda: Any = torch.backends.cuda
 _cudnn: Any = torch.backends.cudnn
 _mkldnn: Any = torch.backends.mkldnn
 
+PATIENCE = 300
+"""Seconds that a solve waits for its turn to draw. One evaluation of f takes less, unless it waits for this solve."""
+
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 """A function that reads a setting and one that writes it."""
 
@@ -160,7 +163,7 @@ class Draw:
         me = self, threading.get_ident()
         with self._turns:
             if self._draws is None:
-                self._turns.wait_for(lambda: not self._others(self._drawing))
+                self._wait_for(lambda: not self._others(self._drawing))
                 others = self._others(self._first)
                 for draw in others:
                     draw._beside_others = True
@@ -170,7 +173,7 @@ class Draw:
                 if any(state is None for state in self._start):
                     self._watch = _NoDraws()
             else:
-                self._turns.wait_for(self._has_turn)
+                self._wait_for(self._has_turn)
                 self._drawing.append(me)
                 _device.set_generator_states(self._device, self._start)
         if self._watch is not None:
@@ -192,6 +195,14 @@ class Draw:
                 self._draws = not _equal(self._start, _device.generator_states(self._device))
                 if self._draws and self._beside_others:
                     raise Disturbed
+
+    def _wait_for(self, turn: Callable[[], bool]) -> None:
+        if not self._turns.wait_for(turn, timeout=PATIENCE):
+            raise RuntimeError(
+                f"a solve has waited {PATIENCE} s for its turn to draw random numbers, behind an evaluation of f in "
+                "another thread that has not ended: does that f wait for a solve in a thread of its own? Call it in "
+                "the thread of f, or let f draw nothing"
+            )
 
     def _others(self, evaluations: list[tuple["Draw", int]]) -> list["Draw"]:
         """Those that this one is not within."""

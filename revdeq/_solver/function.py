@@ -329,7 +329,8 @@ def _disguise(leaves: State) -> State:
 
 def is_compiled(f: Any) -> bool:
     """Whether torch.compile made f: a mode around it would have it compiled a second time, differently."""
-    return any(getattr(f, name, None) for name in ("_torchdynamo_orig_callable", "_orig_mod", "_compiled_call_impl"))
+    names = ("_torchdynamo_orig_callable", "_orig_mod", "_compiled_call_impl")
+    return any(getattr(f, name, None) is not None for name in names)
 
 
 def module_tensors(f: Any) -> dict[str, Tensor]:

@@ -71,8 +71,9 @@ class Options:
             at z0 again: "warn", once for each line that calls, "raise", or None to skip the check. On the CPU you are
             told at the end of the backward pass; on other devices, which are not waited for, at a later call of
             `solve` or when the process ends. While a CUDA graph is captured, nothing is checked. With
-            gradient="implicit", which undoes no step, only the convergence of the adjoint is; and where
-            `backward_steps` ends before z0, z is compared there, unless there is a `tol`.
+            gradient="implicit", which undoes no step, it is whether z is still as near to f(z) as it was, and the
+            convergence of the adjoint; and where `backward_steps` ends before z0, z is compared there, unless there
+            is a `tol`.
         gradient: "exact" is the gradient of the iteration that ran. "implicit" is that of the fixed point itself, as
             classical equilibrium models take it: the adjoint equation is solved at the last state, with the same beta,
             gamma, max_steps and tol. It is faster, it is wrong where the iteration has not converged, and z0 gets no

@@ -99,8 +99,8 @@ class Replay:
     def linearise(self, state: State) -> "Linearisation":
         """f at a state, with its graph, for any number of products."""
         leaves, outputs = self._function.evaluate(state)
-        by, _ = self._reached_again(leaves, outputs, self._reached[0])
-        return Linearisation(leaves, outputs, by, len(self._inputs), self._autocast)
+        by, unknown = self._reached_again(leaves, outputs, None)
+        return Linearisation(leaves, outputs, by, unknown, len(self._inputs), self._autocast)
 
     def _run_backward(self, outputs: State, seeds: State, targets: State, kept: bool) -> Sequence[Tensor | None]:
         """The seeds are the solver's own adjoints. A hook or a custom function in f that changes its gradient in place
@@ -123,17 +123,17 @@ class Replay:
         return products
 
     def _reached_again(
-        self, leaves: State, outputs: State, expected: frozenset[int]
+        self, leaves: State, outputs: State, expected: frozenset[int] | None
     ) -> tuple[list[tuple[int, Tensor]], list[weakref.ref[Tensor]]]:
-        """The tensors to differentiate by, found in the graph: those of the forward pass, or it is an error. Other
-        leaves must have been made by f itself, and die with the graph."""
+        """The tensors to differentiate by, found in the graph: those of the forward pass, if it was at this state, or
+        it is an error. Other leaves must have been made by f itself, and die with the graph."""
         try:
             found = self._function.search.reached_from(leaves, outputs)
         except (Unreachable, CarriedOver):
             raise RuntimeError(OTHER_TENSORS) from None
         by = [self._by[key] for key in found if key in self._by]
         unknown = [x for key, x in found.items() if key not in self._by]
-        if {i for i, _ in by} != expected or any(x.grad_fn is not None for x in unknown):
+        if (expected is not None and {i for i, _ in by} != expected) or any(x.grad_fn is not None for x in unknown):
             raise RuntimeError(OTHER_TENSORS)
         if any(_needs_alias(x) for _, x in by):
             raise RuntimeError(
@@ -166,21 +166,36 @@ class Replay:
 
 
 class Linearisation:
-    """The Jacobians of f at one state, as products with seeds."""
+    """The Jacobians of f at one state, as products with seeds.
+
+    distance: of f's outputs from the state, in the 2-norm.
+    """
 
     def __init__(
-        self, leaves: State, outputs: State, by: list[tuple[int, Tensor]], size: int, autocast: list[dict[str, Any]]
+        self,
+        leaves: State,
+        outputs: State,
+        by: list[tuple[int, Tensor]],
+        unknown: list[weakref.ref[Tensor]],
+        size: int,
+        autocast: list[dict[str, Any]],
     ) -> None:
-        self._leaves, self._by, self._size, self._autocast = leaves, by, size, autocast
+        self._leaves, self._by, self._unknown, self._size, self._autocast = leaves, by, unknown, size, autocast
         self._sources = [i for i, x in enumerate(outputs) if x.requires_grad]
         self._outputs = [outputs[i] for i in self._sources]
+        away = [(x.detach() - leaf.detach()).float().square().sum() for x, leaf in zip(outputs, leaves, strict=True)]
+        self.distance = torch.stack(away).sum().sqrt()
 
     def by_state(self, seeds: State) -> list[Tensor | None]:
         return list(self._products(seeds, self._leaves, keep_graph=True))
 
     def by_inputs(self, seeds: State) -> list[Tensor | None]:
         """The last product: the graph is gone afterwards."""
-        return _by_index(self._by, self._products(seeds, [x for _, x in self._by], False), self._size)
+        result = _by_index(self._by, self._products(seeds, [x for _, x in self._by], False), self._size)
+        self._outputs.clear()
+        if any(ref() is not None for ref in self._unknown):
+            raise RuntimeError(OTHER_TENSORS)
+        return result
 
     def _products(self, seeds: State, targets: State, keep_graph: bool) -> Sequence[Tensor | None]:
         if not self._outputs or not targets:

@@ -198,7 +198,7 @@ def tune(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Tuning:
         _device.set_generator_states(initial[0].device, random)
         try:
             solution = solve(f, z0, *args, beta=beta, gamma=gamma, **settings)
-        except ArithmeticError:
+        except (FloatingPointError, OverflowError):
             return Trial(beta, gamma, math.inf, 2 * checked.max_steps)
         _device.set_generator_states(initial[0].device, random)
         out = f(tree_map(torch.clone, solution.z), *args)  # which may change its input in place

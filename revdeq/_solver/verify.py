@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .function import is_compiled
 from .options import options_from, with_options
 from .solve import solve
 
@@ -109,6 +110,7 @@ class _Recorder:
 
     def __init__(self, f: Callable[..., Any]) -> None:
         self.f = f
+        self._orig_mod = f if is_compiled(f) else None  # by which this is known to be compiled as well
         self.report: Report | None = None
         self._hashes: list[tuple[int, int]] = []
 

@@ -94,9 +94,8 @@ def main() -> None:
             f"{(ours - exact).norm() / exact.norm():14.1e}"
         )
     print("The reversible core evaluates f again on the way back, and its gradient is that of the steps that ran.")
-    print("Before, it was that of the fixed point, which these iterations only come near. They keep no history, but two")
-    print("states in float64, which weigh more here than an f as small as this one. Of a stored graph of as many")
-    print("evaluations it is a fraction.")
+    print("Before, it was that of the fixed point, which these iterations only come near. They keep no history, but")
+    print("two states in float64, which weigh more here than the graph of an f as small as this one.")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """What f keeps from inside a solve, and what changes between the passes: right, or refused."""
 
+import contextlib
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,6 +11,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import revdeq
 from revdeq import baselines
+from revdeq._solver import context
+from revdeq._solver.function import is_compiled
+from revdeq._solver.verify import _Recorder
 
 KEPT = "through something that f computed inside a solve and kept"
 
@@ -282,3 +287,102 @@ def test_the_coefficients_of_a_layer_as_part_of_its_state():
 def test_beta_so_close_to_1_that_it_is_1_with_gamma():
     with pytest.raises(ValueError, match="must not be 1"):
         revdeq.solve(Block(), torch.zeros(3, 6), torch.zeros(3, 6), beta=0.99999995, gamma=1.68)
+
+
+IMPLICIT = {"gradient": "implicit", "max_steps": 40, "check": "raise"}
+
+
+def test_with_an_implicit_gradient_what_changes_between_the_passes_is_noticed():
+    linear, total, x = nn.Linear(6, 6), 0, torch.randn(3, 6)
+    for y in torch.randn(2, 3, 6).unbind():
+        total = total + revdeq.solve(lambda z: torch.tanh(0.5 * linear(z) + y), torch.zeros(3, 6), **IMPLICIT).z  # noqa: B023
+    with pytest.raises(revdeq.ReconstructionError, match="does not compute in the backward pass what it did in the"):
+        total.sum().backward()
+    z = revdeq.solve(lambda z, x: torch.tanh(0.5 * linear(z) + x), torch.zeros(3, 6), x, **IMPLICIT).z
+    x.copy_(torch.randn(3, 6))
+    with pytest.raises(revdeq.ReconstructionError, match="Leave what f closes over and reads as it is"):
+        z.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pair", [(0.5, 1.0), (0.8, 1.0), (1.2, 0.6), (0.9, 0.3), (0.05, 1.0)])
+@pytest.mark.parametrize("max_steps", [1, 4, 60])
+def test_what_does_not_change_is_not_reported(dtype, pair, max_steps):
+    torch.manual_seed(0)
+    f, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2)).to(dtype), torch.randn(3, 6, dtype=dtype)
+    options = {"beta": pair[0], "gamma": pair[1], "max_steps": max_steps, "gradient": "implicit", "check": "raise"}
+    z = revdeq.solve(lambda z, x: f(z) + x, torch.zeros_like(x), x, **options).z
+    with contextlib.suppress(revdeq.ConvergenceError):  # which is another matter
+        z.sum().backward()
+
+
+def test_with_an_implicit_gradient_f_may_choose_what_it_uses_by_its_state():
+    a, b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def f(z):
+        return torch.tanh(0.3 * (a if z.norm() < 1e-6 else b)(z) + 1)
+
+    z = revdeq.solve(f, torch.zeros(2, 3), **IMPLICIT).z
+    by_a, by_b = torch.autograd.grad(z.sum(), [a.weight, b.weight], allow_unused=True)
+    assert (by_a is None or not by_a.any()) and by_b.norm() > 0
+
+
+def test_with_an_implicit_gradient_a_tensor_that_only_the_last_state_needs_is_an_error():
+    a, b = torch.ones(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    solution = revdeq.solve(lambda z: 0.5 * z + a, torch.zeros(1), max_steps=3)
+    middle = (solution.y.item() + solution.z.item()) / 2
+
+    def f(z):
+        return 0.5 * z + a + (b if z.item() > middle else 0)
+
+    z = revdeq.solve(f, torch.zeros(1), max_steps=3, gradient="implicit", check=None).z
+    with pytest.raises(RuntimeError, match="f used other tensors"):
+        z.sum().backward()
+
+
+def test_a_start_that_is_changed_before_the_backward_pass_is_named():
+    linear, start = nn.Linear(6, 6), torch.zeros(3, 6)
+    z = revdeq.solve(lambda z: torch.tanh(0.5 * linear(z)), start).z
+    start.copy_(z.detach())
+    with pytest.raises(RuntimeError, match="z0 was changed in place after the solve.*solve from z0.clone()"):
+        z.sum().backward()
+
+
+def test_an_expanded_start_that_a_hook_has_packed():
+    linear, start, grads = nn.Linear(6, 6), nn.Parameter(torch.randn(1, 6)), []
+
+    def packed(x):
+        return x.clone(memory_format=torch.contiguous_format)
+
+    for solve in (lambda *args: revdeq.solve(*args, check="raise").z, baselines.stored_graph):
+        with torch.autograd.graph.saved_tensors_hooks(packed, lambda x: x):
+            z = solve(lambda z: torch.tanh(0.5 * linear(z)), start.expand(3, 6))
+        grads.append(torch.autograd.grad(z.sum(), start)[0])
+    torch.testing.assert_close(*grads)
+
+
+def test_f_that_waits_for_a_solve_in_another_thread_is_told_and_does_not_hang(monkeypatch):
+    monkeypatch.setattr(context, "PATIENCE", 0.5)
+    linear, x = nn.Linear(6, 6), torch.randn(3, 6)
+
+    with ThreadPoolExecutor(1) as pool:
+
+        def f(z, x):
+            x = nn.functional.dropout(x, 0.5)
+            inner = pool.submit(revdeq.solve, lambda w: torch.tanh(0.5 * linear(w) + x), torch.zeros(3, 6))
+            return torch.tanh(inner.result().z + x)
+
+        with pytest.raises(RuntimeError, match="has waited 0.5 s for its turn to draw random numbers"):
+            revdeq.solve(f, torch.zeros(3, 6), x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_what_verify_records_counts_as_compiled_if_f_is():
+    f = torch.compile(nn.Sequential(nn.Linear(6, 6)), backend="eager")
+    assert is_compiled(f) and is_compiled(_Recorder(f)) and not is_compiled(_Recorder(nn.Linear(6, 6)))
+    assert revdeq.verify(f, torch.zeros(3, 6)).exact
+
+
+def test_tune_tells_of_an_error_of_fs_own():
+    with pytest.raises(ZeroDivisionError):
+        revdeq.tune(lambda z: z / (1 // 0), torch.ones(3))
