@@ -10,6 +10,7 @@ Backward, the half-steps are undone in the opposite order (equation 6) while the
 alive at a time.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -26,7 +27,7 @@ from torch.autograd.graph import increment_version
 from .. import _device
 from ..kernels.backends import together
 from ..kernels.half_step import HalfStep, layout
-from .context import Disturbed
+from .context import OnceMore
 from .function import Function
 from .inputs import State
 from .monitor import Monitor, typical_magnitude
@@ -85,12 +86,7 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
     max_steps, keep = it.options.max_steps, it.options.keep
     # With a tolerance, any evaluation may turn out to be one of the last.
     kept_from = 2 * max_steps - keep if it.options.tol is None or not keep else 0
-    z_copy = [x.clone() for x in initial]
-    try:
-        f_z = it.f.first(z_copy)
-    except Disturbed:  # which f may have left in z_copy, too
-        z_copy = [x.clone() for x in initial]
-        f_z = it.f.first(z_copy)
+    f_z, z_copy = _first(it.f, initial)
     step = it.scheme.step
     if step.c and it.f.changes_its_input:
         for c, x in zip(z_copy, initial, strict=True):
@@ -134,6 +130,14 @@ def _iterate(it: Iteration, initial: State, look: bool) -> Outcome:
     if not look:
         it.scheme.check([*relax_y, *relax_z])
     return Outcome(y, z, y_copy, z_copy, [h.spilled for h in (*relax_y, *relax_z)], end)
+
+
+def _first(f: Function, initial: State) -> tuple[State, State]:
+    """f's outputs at the initial state, and the copy of that which it read, and perhaps changed."""
+    while True:
+        copy = [x.clone() for x in initial]
+        with contextlib.suppress(OnceMore):
+            return f.first(copy), copy
 
 
 def relax(half_steps: list[HalfStep], outputs: State, read: State, step: Any) -> None:

@@ -127,8 +127,9 @@ def _autocast(device_type: str) -> dict[str, Any]:
     }
 
 
-class Disturbed(Exception):
-    """Another thread drew at the same time in a first evaluation: evaluate once more, and that will be in turn."""
+class OnceMore(Exception):
+    """A first evaluation is to be repeated, and will then be all right: another thread drew at the same time, or f
+    bears to be looked at in another way only."""
 
 
 class Draw:
@@ -139,7 +140,7 @@ class Draw:
 
     All threads share the default generators. Evaluations that draw take turns, a thread at a time. Of a first one it is
     not known whether it draws: first ones run beside each other, since they may wait for each other (with a barrier, a
-    collective), and end with `Disturbed` if what they drew was perhaps another's.
+    collective), and end with `OnceMore` if what they drew was perhaps another's.
     """
 
     _turns: ClassVar = threading.Condition()
@@ -194,7 +195,7 @@ class Draw:
             elif self._draws is None:
                 self._draws = not _equal(self._start, _device.generator_states(self._device))
                 if self._draws and self._beside_others:
-                    raise Disturbed
+                    raise OnceMore
 
     def _wait_for(self, turn: Callable[[], bool]) -> None:
         if not self._turns.wait_for(turn, timeout=PATIENCE):

@@ -27,11 +27,11 @@ from torch.utils._pytree import (
 )
 
 from ..kernels.half_step import DTYPES
-from .context import Draw, Settings
+from .context import Draw, OnceMore, Settings
 from .gate import Gate, hooked, standing_for
-from .inputs import Inputs, Search, State, Substitution, alias
+from .inputs import Inputs, Search, State, Substitution, Unreachable, alias
 from .sharded import Shards
-from .stateful import BackwardHooks, Buffers, modules_of
+from .stateful import BackwardHooks, Buffers, is_compiled, reachable
 
 Evaluation = tuple[State, State]
 """The leaves at which f was evaluated, and its outputs."""
@@ -85,6 +85,8 @@ class Function:
         aliases = self.arguments.use_aliases(self._argument) if self.graph else []
         self.inputs = Inputs(self.arguments.tensors, aliases)
         self.search = Search(aliases)
+        self._watched: bool | None = None  # as it runs for the first time: not known before
+        self._trouble: Exception | None = None  # with that
 
     def first(self, state: State) -> State:
         """f's outputs, without a graph, for the first time, when its dependencies can be seen as they enter."""
@@ -92,19 +94,22 @@ class Function:
         beyond = standing_for(self._initial) if self._gated else None
         leaves = self._leaves(state, hook=True) if beyond is None else self._gate.behind(state, beyond)
         self.search.begin()
-        search = contextlib.nullcontext() if is_compiled(self.f) else self.search
-        modules = modules_of(self.f)
+        modules, compiled = reachable(self.f)
+        if self._watched is None:
+            self._watched = not compiled
         self.backward_hooks = BackwardHooks(modules if self.graph else [])
-        with Buffers(modules), self.draw, self._arguments(), self._gate, search:
-            try:
+        watch = self.search if self._watched else contextlib.nullcontext()
+        try:
+            with Buffers(modules), self.draw, self._arguments(), self._gate, watch:
                 result = self._call(_disguise(leaves) if self.graph else leaves)
-            except TypeError as error:
-                if (wrong := self._wrong_signature(error)) is not None:
-                    raise wrong from None
-                raise
-        outputs = self._flattened(result, leaves)
-        del result  # which holds the graph
-        values = self._noted(leaves, outputs)
+            outputs = self._flattened(result, leaves)
+            del result  # which holds the graph
+            values = self._noted(leaves, outputs)
+        except Exception as error:
+            self._look_in_another_way(error)
+            if isinstance(error, TypeError) and (wrong := self._wrong_signature(error)) is not None:
+                raise wrong from None
+            raise
         if self.graph:
             self.module_tensors = self.shards.without(module_tensors(self.f))
         self.changes_its_input = any(x.is_inference() or x._version > 0 for x in state)
@@ -112,6 +117,19 @@ class Function:
             values = [x.clone() for x in values]  # one of them may be the input
         self.arguments.refuse_changes(versions)
         return values
+
+    def _look_in_another_way(self, error: Exception) -> None:
+        """A part of f that is compiled would be compiled anew, differently, where it is watched as it runs, or does not
+        bear it. But if it is not, results that f closes over cannot be found."""
+        if self._watched:
+            again = type(error).__module__.startswith("torch._dynamo")
+        else:
+            again = isinstance(error, Unreachable) and not is_compiled(self.f)
+        if again and self._trouble is not None:  # in both ways
+            raise self._trouble
+        if again:
+            self._watched, self._trouble = not self._watched, error
+            raise OnceMore
 
     def value(self, state: State, keep: bool = False, last: bool = False) -> State:
         """f's outputs. With `keep`, the graph is kept; otherwise, if there was one, it is gone. last: whether it may be
@@ -325,12 +343,6 @@ class _Disguise(torch.autograd.Function):
 
 def _disguise(leaves: State) -> State:
     return list(_Disguise.apply(*leaves))
-
-
-def is_compiled(f: Any) -> bool:
-    """Whether torch.compile made f: a mode around it would have it compiled a second time, differently."""
-    names = ("_torchdynamo_orig_callable", "_orig_mod", "_compiled_call_impl")
-    return any(getattr(f, name, None) is not None for name in names)
 
 
 def module_tensors(f: Any) -> dict[str, Tensor]:

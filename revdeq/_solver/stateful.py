@@ -90,8 +90,14 @@ class BackwardHooks:
 
 def modules_of(f: Any) -> list[nn.Module]:
     """The outermost modules that f can get at: itself, or those that it closes over, is bound to or was made from."""
+    return reachable(f)[0]
+
+
+def reachable(f: Any) -> tuple[list[nn.Module], bool]:
+    """The same, and whether any part of f that was seen on the way there is compiled."""
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
+    compiled = False
     left = collections.deque([f])  # what is near comes first
     while left and len(seen) < _VISITED:
         x = left.popleft()
@@ -100,9 +106,17 @@ def modules_of(f: Any) -> list[nn.Module]:
         seen.add(id(x))
         if isinstance(x, nn.Module):
             found[id(x)] = x
+            compiled = compiled or any(map(is_compiled, x.modules()))
         else:
+            compiled = compiled or is_compiled(x)
             left += _held_by(x)
-    return list(found.values())
+    return list(found.values()), compiled
+
+
+def is_compiled(f: Any) -> bool:
+    """Whether torch.compile made f: a mode around it would have it compiled a second time, differently."""
+    names = ("_torchdynamo_orig_callable", "_orig_mod", "_compiled_call_impl")
+    return any(getattr(f, name, None) is not None for name in names)
 
 
 def _held_by(x: Any) -> Iterator[Any]:
@@ -127,5 +141,5 @@ def _held_by(x: Any) -> Iterator[Any]:
         yield from (x.func, *x.args, *x.keywords.values())
     elif isinstance(x, (dict, list, tuple)):
         yield from itertools.islice(x.values() if isinstance(x, dict) else x, _VISITED)
-    elif callable(x) and hasattr(x, "__dict__") and not isinstance(x, (type, types.BuiltinFunctionType)):
+    elif hasattr(x, "__dict__") and not isinstance(x, (type, types.BuiltinFunctionType, types.ModuleType, Tensor)):
         yield from vars(x).values()

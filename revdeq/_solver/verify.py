@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .function import is_compiled
 from .options import options_from, with_options
 from .solve import solve
+from .stateful import is_compiled
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._solver.adjoint import NORM_FLOOR
-from .._solver.context import Disturbed, Draw
+from .._solver.context import Draw, OnceMore
 from .._solver.layer import Last, RevDEQ
 from .._solver.options import NAMES, Options
 from ..baselines import checkpointed, stored_graph
@@ -105,7 +105,7 @@ class _Repeated:
         self.inputs = [*self.inputs[-1:], z.detach()]
         try:
             return self._call(z)
-        except Disturbed:
+        except OnceMore:
             return self._call(z)
 
     def _call(self, z: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 import revdeq
 from revdeq import baselines
 from revdeq._solver import context
-from revdeq._solver.function import is_compiled
+from revdeq._solver.stateful import is_compiled
 from revdeq._solver.verify import _Recorder
 
 KEPT = "through something that f computed inside a solve and kept"
@@ -386,3 +386,54 @@ def test_what_verify_records_counts_as_compiled_if_f_is():
 def test_tune_tells_of_an_error_of_fs_own():
     with pytest.raises(ZeroDivisionError):
         revdeq.tune(lambda z: z / (1 // 0), torch.ones(3))
+
+
+PARTS = {
+    "a module": lambda part: torch.compile(part, backend="eager", fullgraph=True),
+    "a function": lambda part: torch.compile(lambda z: part(z), backend="eager", fullgraph=True),
+    "a module in a module": lambda part: nn.Sequential(torch.compile(part, backend="eager", fullgraph=True)),
+    "cond": lambda part: lambda z: torch.cond(z.sum() > 1e9, lambda z: z.clone(), lambda z: part(z), (z,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("what", PARTS)
+def test_a_part_of_f_may_be_compiled(what):
+    part, x, grads = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), torch.randn(3, 6, requires_grad=True), []
+    compiled = PARTS[what](part)
+    for solve in (lambda *args: revdeq.solve(*args, check="raise").z, baselines.stored_graph):
+        z = solve(lambda z, x: 0.5 * compiled(z) + x, torch.zeros(3, 6), x)
+        grads.append(torch.autograd.grad(z.sum(), [x, part[0].weight]))
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("whole", [True, False])
+def test_beside_a_compiled_part_results_that_f_closes_over_are_found_or_missed(whole):
+    """With graph breaks it can be looked at, and is then compiled once more for that."""
+    part, encoder, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 6), torch.randn(3, 6)
+    compiled, h = torch.compile(part, backend="eager", fullgraph=whole), encoder(x)
+
+    def gradient(solve):
+        return torch.autograd.grad(solve(lambda z: 0.5 * compiled(z) + h, torch.zeros(3, 6)).sum(), encoder.weight,
+                                   retain_graph=True)[0]  # fmt: skip
+
+    if whole:
+        with pytest.raises(RuntimeError, match="its gradient would be lost: pass this tensor to f through `args`"):
+            gradient(lambda *args: revdeq.solve(*args, check="raise").z)
+    else:
+        ours = gradient(lambda *args: revdeq.solve(*args, check="raise").z)
+        torch.testing.assert_close(ours, gradient(baselines.stored_graph))
+
+
+class Held:
+    """No module, and not called."""
+
+    def __init__(self):
+        self.net = Counting()
+
+
+def test_buffers_of_modules_that_a_plain_object_holds_are_seen():
+    held = Held()
+    with pytest.raises(RuntimeError, match="f changes its buffers codes"):
+        revdeq.solve(lambda z: held.net(z, 0), torch.zeros(3, 6))
