@@ -60,6 +60,7 @@ def compiles(dtype):
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+@functools.cache  # torch.compile itself takes a millisecond
 def compiled(function):
     return torch.compile(function, dynamic=True)
 

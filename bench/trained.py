@@ -15,7 +15,6 @@ from revdeq.training.run import train
 RUNS = Path(__file__).parent.parent / "runs" / "bench"
 UPDATES = 300
 PRESETS = {"trained conv block": "cifar10-tiny", "trained transformer block": "wikitext2-tiny"}
-SETTINGS = {"trained conv block": {}, "trained transformer block": {"form": "residual"}}  # as in the committed results
 EXAMPLES = {"trained conv block": 32, "trained transformer block": 8}
 SCALE = 2
 """Of the four of the image model: 32 channels, 8 by 8 pixels, two steps in training."""
@@ -32,7 +31,7 @@ def trained(block: str) -> tuple[torch.nn.Module, torch.Tensor]:
     """f, in evaluation mode, and its x for validation data."""
     data, out = Path(os.environ["REVDEQ_DATA"]), RUNS / PRESETS[block]
     # Once; and if the preset has become another, the run of before is refused.
-    preset = configured(PRESETS[block], {"updates": UPDATES, **SETTINGS[block]})
+    preset = configured(PRESETS[block], {"updates": UPDATES})
     train(preset, data, out, resume=True, device="cpu")
     found = restored(out / "last.pt", data)
     model = found.model.eval()

@@ -17,9 +17,9 @@ _engine = torch.autograd.Variable._execution_engine
 
 OTHER_TENSORS = (
     "f used other tensors that require a gradient in the backward pass than in the forward pass, so that their "
-    "gradient would be lost (a closure whose variables were changed after the solve? torch.func.functional_call or a "
-    "cached parametrization around the forward pass alone? a tensor that f makes and keeps?): pass these tensors to f "
-    "through `args`, or make f a module of its own"
+    "gradient would be lost (a closure whose variables were changed after the solve? requires_grad switched on since? "
+    "torch.func.functional_call or a cached parametrization around the forward pass alone? a tensor that f makes and "
+    "keeps?): pass these tensors to f through `args`, or make f a module of its own"
 )
 
 

@@ -1,15 +1,17 @@
 """revdeq.verify: is the gradient of this very f exact, and if not, why?"""
 
+import contextlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .options import options_from, with_options
-from .solve import solve
+from .solve import checked_f, solve
 from .stateful import is_compiled
 
 
@@ -94,7 +96,7 @@ def verify(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Report
         raise ValueError(
             f"gradient = {checked.gradient!r}: verify is about gradient='exact', which repeats steps; leave it out"
         )
-    recorder = _Recorder(f)
+    recorder = _Recorder(checked_f(f))
     with torch.inference_mode(False), torch.enable_grad():
         initial = _requiring_grad(z0)
         solution = solve(recorder, initial, *args, **{**options, "check": None, "keep": 0, "backward_steps": None})
@@ -110,6 +112,8 @@ class _Recorder:
 
     def __init__(self, f: Callable[..., Any]) -> None:
         self.f = f
+        with contextlib.suppress(TypeError, ValueError):  # some have none
+            self.__signature__ = inspect.signature(f.forward if isinstance(f, nn.Module) else f)
         self._orig_mod = f if is_compiled(f) else None  # by which this is known to be compiled as well
         self.report: Report | None = None
         self._hashes: list[tuple[int, int]] = []

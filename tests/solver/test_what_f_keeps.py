@@ -383,6 +383,13 @@ def test_what_verify_records_counts_as_compiled_if_f_is():
     assert revdeq.verify(f, torch.zeros(3, 6)).exact
 
 
+def test_verify_says_what_f_is_called_with():
+    with pytest.raises(TypeError, match="f = None must be callable"):
+        revdeq.verify(None, torch.ones(3))
+    with pytest.raises(TypeError, match=r"f is called as f\(z, x\), which it does not take"):
+        revdeq.verify(nn.Linear(3, 3), torch.ones(3), torch.ones(3))
+
+
 def test_tune_tells_of_an_error_of_fs_own():
     with pytest.raises(ZeroDivisionError):
         revdeq.tune(lambda z: z / (1 // 0), torch.ones(3))
