@@ -340,9 +340,9 @@ BACKWARD = [
     ("f counts", changes_a_buffer, RuntimeError, f"f changes its buffers count, which {STATEFUL}"),
     ("what f closes over is replaced", another_closure, RuntimeError,
      "f used other tensors that require a gradient in the backward pass than in the forward pass, so that their "
-     "gradient would be lost (a closure whose variables were changed after the solve? torch.func.functional_call or a "
-     "cached parametrization around the forward pass alone? a tensor that f makes and keeps?): pass these tensors to f "
-     "through `args`, or make f a module of its own"),
+     "gradient would be lost (a closure whose variables were changed after the solve? requires_grad switched on since? "
+     "torch.func.functional_call or a cached parametrization around the forward pass alone? a tensor that f makes and "
+     "keeps?): pass these tensors to f through `args`, or make f a module of its own"),
     ("f hides a tensor", hidden_tensor, RuntimeError,
      "f depends on a tensor that MulBackward0 made before the solve, and that cannot be found from outside (is f "
      "compiled, or did it not use this tensor when it was evaluated for the first time?), so its gradient would be "
