@@ -128,7 +128,7 @@ class Function:
         if again and self._trouble is not None:  # in both ways
             raise self._trouble
         if again:
-            self._watched, self._trouble = not self._watched, error
+            self._watched, self._trouble = not self._watched, error.with_traceback(None)  # which holds the graph
             raise OnceMore
 
     def value(self, state: State, keep: bool = False, last: bool = False) -> State:

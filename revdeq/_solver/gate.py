@@ -51,9 +51,9 @@ class Gate:
 
     def overwritten(self) -> None:
         """What f was given quickly: tells torch, which then refuses a graph that f has kept of it."""
-        if self._given:
-            increment_version(self._given)
-            self._given = []
+        for x in self._given:
+            increment_version(x)
+        self._given = []
 
     def forget(self) -> None:
         """What f was given last is not overwritten."""
