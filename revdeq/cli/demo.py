@@ -112,7 +112,7 @@ def run(out: Path, seed: int = 0) -> list[Row]:
     print("1. What a training step costs: an image model on handwritten digits, trained three ways.", flush=True)
     total = len(DEPTHS) * len(METHODS) * EPOCHS * digits.batches
     rows = []
-    with tqdm(total=total, unit="update", dynamic_ncols=True, mininterval=0.5) as bar:
+    with tqdm(total=total, unit="update", dynamic_ncols=True, mininterval=0.5, disable=None) as bar:
         for max_steps in DEPTHS:
             for method in METHODS:
                 bar.set_description(f"{method}, N = {max_steps}", refresh=False)
@@ -211,7 +211,7 @@ def prefix_sums(seed: int) -> dict[int, list[float]]:
     from ..training import train as train_preset
 
     preset = configured("prefix-tiny", {"bits": LENGTHS[0], "seed": seed, "log_every": 5, "evaluate_every": 500})
-    bar = tqdm(total=preset.training.updates, unit="update", dynamic_ncols=True)
+    bar = tqdm(total=preset.training.updates, unit="update", dynamic_ncols=True, disable=None)
     with tempfile.TemporaryDirectory() as folder, bar:
 
         def progress(row: dict[str, Any]) -> None:
