@@ -79,7 +79,6 @@ class Function:
             # Casts of weights that autocast remembers from before the solve would look like dependencies of f.
             torch.clear_autocast_cache()
         self._gate = Gate()
-        self._gated = self.graph and not keep  # a graph that is kept must be passable, for us
         self._initial = [x for x in initial if x.requires_grad]
         self._beyond: tuple[int, Tensor | None] = 0, None  # so many tensors, and what stands for them
         aliases = self.arguments.use_aliases(self._argument) if self.graph else []
@@ -91,8 +90,8 @@ class Function:
     def first(self, state: State) -> State:
         """f's outputs, without a graph, for the first time, when its dependencies can be seen as they enter."""
         versions = self.arguments.versions()
-        beyond = standing_for(self._initial) if self._gated else None
-        leaves = self._leaves(state, hook=True) if beyond is None else self._gate.behind(state, beyond)
+        beyond = standing_for(self._initial) if self.graph else None
+        leaves = self._leaves(state) if beyond is None else self._gate.behind(state, beyond)
         self.search.begin()
         modules, compiled = reachable(self.f)
         if self._watched is None:
@@ -141,7 +140,7 @@ class Function:
         state = self._spared([x.clone() for x in state] if keep else state)
         self._gate.overwritten()
         try:
-            leaves, outputs = self._evaluated(self._given(state, hook=keep or last))
+            leaves, outputs = self._evaluated(self._given(state, keep))
         except RuntimeError as error:
             if not self._gate.stood_in_the_way(error):
                 raise
@@ -170,27 +169,28 @@ class Function:
         """What f may change."""
         return [x.clone() for x in state] if self.changes_its_input and self._reads_again else state
 
-    def _given(self, state: State, hook: bool = False) -> State:
+    def _given(self, state: State, keep: bool = False) -> State:
         """The state as f gets it in the forward pass, after the first evaluation. If it depends on nothing, there is no
-        gradient to be lost."""
+        gradient to be lost; and a graph that is kept must be passable, for us."""
+        if keep:
+            return list(map(hooked, self._leaves(state)))
         if (beyond := self._all_beyond()) is None:
-            return self._leaves(state, hook)
+            return self._leaves(state)
         if self.changes_its_input:  # by how much is counted
             return self._gate.behind(state, beyond)
         return self._gate.behind_quickly(state, beyond)
 
-    def _leaves(self, state: State, hook: bool = False) -> State:
-        leaves = [x.detach().requires_grad_(self.graph) for x in state]
-        return list(map(hooked, leaves)) if hook and self.graph and not self._gated else leaves
+    def _leaves(self, state: State) -> State:
+        return [x.detach().requires_grad_(self.graph) for x in state]
 
     def _argument(self, x: Tensor) -> Tensor:
-        """An argument as f gets it in the forward pass."""
-        return self._gate.behind([x])[0] if self._gated else hooked(alias(x))
+        """An argument as f gets it in the forward pass: in graphs that are kept, too."""
+        return hooked(alias(x)) if self.kept.maxlen else self._gate.behind([x])[0]
 
     def _all_beyond(self) -> Tensor | None:
         """What stands for the initial state and for all inputs that are known yet."""
         count = len(self._initial) + len(self.inputs.tensors)
-        if self._gated and count > self._beyond[0]:
+        if self.graph and count > self._beyond[0]:
             self._beyond = count, standing_for([*self._initial, *self.inputs.tensors])
         return self._beyond[1]
 
