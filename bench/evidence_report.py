@@ -67,18 +67,16 @@ def chosen(rows):
     groups = collections.defaultdict(lambda: collections.defaultdict(list))
     for row in rows:
         groups[row["label"], row["updates"]][row["lr"]].append(row)
-    for (label, updates), by_rate in groups.items():
-        order = [str(lr) for lr in STUDIES[rows[0]["study"]].rates]
+    order = [str(lr) for lr in STUDIES[rows[0]["study"]].rates] if rows else []
+    for key, by_rate in groups.items():
         first = [lr for lr, group in by_rate.items() if any(row["seed"] == "0" for row in group)]
         if not first:
             continue
-        first.sort(key=lambda lr, order=order: order.index(lr) if lr in order else len(order))
+        first.sort(key=lambda lr: order.index(lr) if lr in order else len(order))
         most = max(len(by_rate[lr]) for lr in first)
-        rates = [lr for lr in first if len(by_rate[lr]) == most]
-        best = max(
-            rates, key=lambda lr, by_rate=by_rate: statistics.mean(map(goodness, by_rate[lr]))
-        )  # first of equals
-        yield (label, updates), by_rate[best], len(first)
+        means = {lr: statistics.mean(map(goodness, by_rate[lr])) for lr in first if len(by_rate[lr]) == most}
+        best = max(means, key=means.get)  # the first of equals
+        yield key, by_rate[best], len(first)
 
 
 def begun(runs):

@@ -73,7 +73,7 @@ class Implicit(torch.autograd.Function):
             linear = replay.linearise([x.clone() for x in z])
             if it.monitor is not None:
                 assert it.norms is not None
-                it.monitor.judge_repetition(linear.distance, it.norms, it.scheme.step.b, z[0].dtype)
+                it.monitor.judge_repetition(linear.distance(), it.norms, it.scheme.step.b, z[0].dtype)
             totals.add(linear.by_inputs(_solved(it, ctx.half_step, linear, seeds, ctx.adjoint)))
         input_grads = it.f.shards.deliver(inputs, totals.rounded())
         if it.monitor is not None:

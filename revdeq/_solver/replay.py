@@ -166,10 +166,7 @@ class Replay:
 
 
 class Linearisation:
-    """The Jacobians of f at one state, as products with seeds.
-
-    distance: of f's outputs from the state, in the 2-norm.
-    """
+    """The Jacobians of f at one state, as products with seeds."""
 
     def __init__(
         self,
@@ -181,10 +178,12 @@ class Linearisation:
         autocast: list[dict[str, Any]],
     ) -> None:
         self._leaves, self._by, self._unknown, self._size, self._autocast = leaves, by, unknown, size, autocast
-        self._sources = [i for i, x in enumerate(outputs) if x.requires_grad]
-        self._outputs = [outputs[i] for i in self._sources]
-        away = [(x.detach() - leaf.detach()).float().square().sum() for x, leaf in zip(outputs, leaves, strict=True)]
-        self.distance = torch.stack(away).sum().sqrt()
+        self._outputs, self._sources = outputs, [i for i, x in enumerate(outputs) if x.requires_grad]
+
+    def distance(self) -> Tensor:
+        """Of f's outputs from the state, in the 2-norm."""
+        pairs = zip(self._outputs, self._leaves, strict=True)
+        return torch.stack([(x.detach() - z.detach()).float().square().sum() for x, z in pairs]).sum().sqrt()
 
     def by_state(self, seeds: State) -> list[Tensor | None]:
         return list(self._products(seeds, self._leaves, keep_graph=True))
@@ -198,12 +197,13 @@ class Linearisation:
         return result
 
     def _products(self, seeds: State, targets: State, keep_graph: bool) -> Sequence[Tensor | None]:
-        if not self._outputs or not targets:
+        if not self._sources or not targets:
             return [None] * len(targets)
+        outputs = [self._outputs[i] for i in self._sources]
         # The seeds are copied: a hook in f may change its gradient in place.
-        given = [seeds[i].to(x.dtype, copy=True) for i, x in zip(self._sources, self._outputs, strict=True)]
+        given = [seeds[i].to(x.dtype, copy=True) for i, x in zip(self._sources, outputs, strict=True)]
         with autocast_as(self._autocast):
-            return _run_engine(self._outputs, given, targets, keep_graph)
+            return _run_engine(outputs, given, targets, keep_graph)
 
 
 def _by_index(by: list[tuple[int, Tensor]], products: Sequence[Tensor | None], size: int) -> list[Tensor | None]:

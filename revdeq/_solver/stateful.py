@@ -115,8 +115,9 @@ def reachable(f: Any) -> tuple[list[nn.Module], bool]:
 
 def is_compiled(f: Any) -> bool:
     """Whether torch.compile made f: a mode around it would have it compiled a second time, differently."""
-    names = ("_torchdynamo_orig_callable", "_orig_mod", "_compiled_call_impl")
-    return any(getattr(f, name, None) is not None for name in names)
+    if isinstance(f, nn.Module):  # which takes a microsecond to say that it has no such attribute
+        return "_orig_mod" in f._modules or f._compiled_call_impl is not None
+    return any(getattr(f, name, None) is not None for name in ("_torchdynamo_orig_callable", "_orig_mod"))
 
 
 def _held_by(x: Any) -> Iterator[Any]:

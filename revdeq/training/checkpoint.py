@@ -52,8 +52,10 @@ def load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}: a run folder has last.pt and best.pt")
     try:
-        if zipfile.is_zipfile(path) and (part := zipfile.ZipFile(path).testzip()) is not None:  # torch does not look
-            raise zipfile.BadZipFile(f"the checksum of {part} is wrong")
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:  # torch does not look at checksums
+                if (part := archive.testzip()) is not None:
+                    raise zipfile.BadZipFile(f"the checksum of {part} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError) as error:
         raise CheckpointError(
