@@ -36,6 +36,7 @@ class Replay:
         self._usual: dict[int, tuple[int, Tensor]] | None = None  # by index, once the graph has been looked at
         self._autocast = function.settings.autocast_now()  # of the backward pass
         self._f_spares_seeds: bool | None = None  # not known before the first product
+        self._entangled: set[int] = set()  # the ids of captured tensors of which one is made from another
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -48,7 +49,8 @@ class Replay:
         now = module_tensors(function.f)
         swapped = any(now.get(name) is not x for name, x in function.module_tensors.items())
         before = function.run, function.search
-        if swapped or any(map(_needs_alias, captured)):
+        self._entangled = _made_from_each_other(captured)
+        if swapped or self._entangled or any(map(_needs_alias, captured)):
             targets += enumerate(self._use_aliases(captured), split)
             self._kept = []  # their graphs lead to the tensors themselves
         self._by = {id(x): (i, x) for i, x in targets}
@@ -142,6 +144,12 @@ class Replay:
                 "evaluation instead of once, on the whole gradient: pass this tensor to f through `args`, or make f a "
                 "module that holds it, or remove the hook"
             )
+        if any(id(x) in self._entangled for _, x in by):
+            raise RuntimeError(
+                "f closes over two tensors of which one is made from the other, and gives them to a custom autograd "
+                "function or to torch.func.vmap, or is compiled, where the solver cannot keep their gradients apart: "
+                "pass these tensors to f through `args`"
+            )
         if self._function.run is self._function.f:  # from now on, a look at the gradients will do
             self._usual = {i: (i, x) for i, x in self._by.values()}
         return by, list(map(weakref.ref, unknown))
@@ -220,6 +228,23 @@ def _run_engine(outputs: State, seeds: State, targets: State, keep_graph: bool) 
     return _engine.run_backward(
         tuple(outputs), tuple(seeds), keep_graph, False, tuple(targets), allow_unreachable=True, accumulate_grad=False
     )
+
+
+def _made_from_each_other(captured: State) -> set[int]:
+    """The ids of all of them, if the graph of one leads to another: a product by both would go on from the first to
+    the second, and that path would be walked once more, by the backward pass of the whole model."""
+    nodes = {torch.autograd.graph.get_gradient_edge(x).node for x in captured if x.requires_grad}
+    left = [node for x in captured if x.grad_fn is not None for node, _ in x.grad_fn.next_functions]
+    seen: set[Any] = set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if node in nodes:
+            return set(map(id, captured))
+        seen.add(node)
+        left += [following for following, _ in node.next_functions]
+    return set()
 
 
 def _equal(given: Tensor, seed: Tensor) -> bool:
