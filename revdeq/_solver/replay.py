@@ -233,7 +233,8 @@ def _run_engine(outputs: State, seeds: State, targets: State, keep_graph: bool) 
 def _made_from_each_other(captured: State) -> set[int]:
     """The ids of all of them, if the graph of one leads to another: a product by both would go on from the first to
     the second, and that path would be walked once more, by the backward pass of the whole model."""
-    nodes = {torch.autograd.graph.get_gradient_edge(x).node for x in captured if x.requires_grad}
+    dense = [x for x in captured if x.requires_grad and x.layout is torch.strided]  # torch finds no node of a sparse leaf
+    nodes = {torch.autograd.graph.get_gradient_edge(x).node for x in dense}
     left = [node for x in captured if x.grad_fn is not None for node, _ in x.grad_fn.next_functions]
     seen: set[Any] = set()
     while left:
