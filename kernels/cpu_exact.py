@@ -34,6 +34,10 @@ class HalfStep(reference_exact.HalfStep):
         self._step: Radix | None = None
         self._adjoint_step: Linear | None = None
 
+    def write_to(self, copy: Tensor) -> None:
+        self.copy = copy
+        self._bound.copy = copy.data_ptr()
+
     def _call(self, name: str, step: Radix, f: Tensor, *tensors: Tensor | None) -> Any:
         if step is not self._step:
             self._step = step

@@ -121,6 +121,10 @@ class HalfStep:
         self._partial: Tensor | None = None
         self.spilled: list[Tensor] = []
 
+    def write_to(self, copy: Tensor) -> None:
+        """From now on the copy is another tensor, laid out like the one before."""
+        self.copy = copy
+
     def in_order(self, x: Tensor) -> Tensor:
         """x with its elements in the same places as the state's: x itself, or, at the cost of one more
         pass over memory, a copy."""

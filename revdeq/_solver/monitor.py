@@ -132,6 +132,23 @@ class Monitor:
         )
         self._tell(text, ReconstructionError, ReconstructionWarning)
 
+    def judge_same(self, now: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+        """Of gradient="implicit": what f returned last, in the backward pass and in the forward pass."""
+        if now[0].numel() == 0:
+            return
+        worst = [((x - y).float().abs().amax(), y.float().abs().amax()) for x, y in zip(now, before, strict=True)]
+        report(torch.stack([torch.stack(pair) for pair in worst]), self._decide_same)
+
+    def _decide_same(self, values: Tensor) -> None:
+        for distance, size in values.tolist():
+            if not distance <= LIMIT * size:
+                text = (
+                    f"f does not compute in the backward pass what it did in the forward pass: its last result is off "
+                    f"by {distance:.1e}, of numbers up to {size:.1e} ({self.setting}), so that the gradient is that of "
+                    "another f. Leave what f closes over and reads as it is until the backward pass"
+                )
+                self._tell(text, ReconstructionError, ReconstructionWarning)
+
     def judge_convergence(self, residual: Tensor | None) -> None:
         """Takes the relative change of the adjoint in its last step."""
         if residual is not None:
@@ -176,6 +193,14 @@ def typical_magnitude(x: Tensor) -> Tensor:
     count = sample.count_nonzero()
     middle = (len(sample) - count + count // 2).clamp(max=len(sample) - 1)
     return sample.index_select(0, middle.view(1)).view(()).clamp(min=SMALLEST_SCALE)
+
+
+def apart(x: Tensor, expected: Tensor, floor: Tensor) -> Tensor:
+    """As `invert_compare` has it: the largest distance, relative to each element's own size, as the bits of a float."""
+    if x.numel() == 0:
+        return torch.empty(0, dtype=torch.int32, device=x.device)
+    x, expected = x.float(), expected.float()
+    return ((x - expected).abs() / torch.maximum(expected.abs(), floor)).amax().view(torch.int32)
 
 
 _already_warned: set[tuple[str, int]] = set()

@@ -1,5 +1,6 @@
 """revdeq.solve: the fixed point of f by the reversible iteration, with exact gradients in constant memory."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -134,6 +135,26 @@ def _solve(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict
     if options.check is not None:
         setting = f"beta = {scheme.beta:.6g}, N = {options.max_steps} steps"
         monitor = Monitor(options.check, call_site(), setting, scheme.name, scheme.resolution, scheme.remedy)
+
+    if os.environ.get("REVDEQ_TAPE"):
+        from .call import Call
+        from .tape import Tape
+        from .implicit_tape import Implicit as Implicit2
+
+        tape = Tape(Call(f, initial, spec, args), initial, scheme, options, monitor)
+        y, z = tape.run(initial)
+        adjoint = None
+        if torch.is_grad_enabled() and options.gradient == "implicit" and tape._needed:
+            adjoint = Adjoint()
+            last = Implicit2.apply(tape, adjoint, [*y, *z], *tape.outputs)
+            y, z = last[: len(initial)], last[len(initial) :]
+        assert tape.norms is not None
+        change, value = tape.norms.sqrt()
+        return Solution(
+            z=tree_unflatten(z, spec), y=tree_unflatten(y, spec), steps=tape.steps,
+            residual=change / (value + NORM_FLOOR), beta=scheme.beta, gamma=scheme.gamma, state=scheme.name,
+            adjoint=adjoint,
+        )
 
     def iterated() -> tuple[Iteration, Outcome]:
         function = Function(

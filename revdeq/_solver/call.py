@@ -1,0 +1,140 @@
+"""f(z, *args), called the same way every time.
+
+The backward pass calls f again at inputs that it has reconstructed, and the gradient is exact only if f then
+computes what it computed before. So f always runs in the same grad mode (some modules take another path
+without one), under the settings it was first called under, with the tensors it had then; and every evaluation
+within a solve sees the same random draw: f with dropout is one function, with one mask, and has a fixed point.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+
+from .context import Draw, Settings
+from .state import State, flattened
+from .unchanged import Unchanged, fill_caches, reachable, refuse_tolerance
+
+
+class Call:
+    """Calls f with a state given as a flat list of tensors.
+
+    changes_its_input: whether an evaluation has changed what f reads in place, or may have.
+    """
+
+    def __init__(self, f: Callable[..., Any], initial: State, spec: TreeSpec, args: tuple[Any, ...]) -> None:
+        self.f, self._run, self._spec, self._is_a_tensor = f, f, spec, spec.is_leaf()
+        self._args = _own(args)
+        self.settings, self.draw = Settings(initial[0].device), Draw(initial[0].device)
+        self.changes_its_input = False
+        self._tensors: dict[str, Tensor] = {}
+
+    def __call__(self, state: State) -> State:
+        before = list(map(_version, state))
+        with self.draw:
+            z = state[0] if self._is_a_tensor else tree_unflatten(state, self._spec)
+            result = self._run(z, *self._args)
+        outputs = flattened(result, state, self._spec)
+        self.changes_its_input |= any(_version(x) != version or version < 0 for x, version in zip(state, before))
+        return outputs
+
+    @contextlib.contextmanager
+    def first(self, look: bool) -> Iterator[None]:
+        """Around the first evaluation, which tells whether f can be repeated. `look`: whether there is a tolerance."""
+        modules, tensors = reachable(self.f)
+        if look:
+            refuse_tolerance(modules)
+        fill_caches(modules)
+        versions = self._versions()
+        try:
+            with Unchanged(modules, tensors, tree_leaves(self._args)):
+                yield
+        except TypeError as error:
+            wrong = self._wrong_signature(error)
+            if wrong is None:
+                raise
+            raise wrong from None
+        if torch.is_grad_enabled():
+            self._tensors = module_tensors(self.f)
+        self._refuse_changes(versions)
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Around an evaluation in the backward pass: settings and generators are those of the forward pass within, and
+        afterwards what they were. A module that was called through `torch.func.functional_call` gets the tensors that
+        it had then."""
+        now = module_tensors(self.f) if self._tensors else {}
+        if any(now.get(name) is not x and not _is_sharded(now.get(name), x) for name, x in self._tensors.items()):
+            module: Any = self.f
+            self._run = lambda *args: torch.func.functional_call(module, self._tensors, args)
+        try:
+            with torch.enable_grad(), self.settings.restored(), self.draw.rewound():
+                yield
+        finally:
+            self._run = self.f
+
+    def _versions(self) -> list[int]:
+        """Of what f could change in place: autograd protects tensors that need a gradient."""
+        return [x._version for x in tree_leaves(self._args) if _can_change(x)]
+
+    def _refuse_changes(self, versions: list[int]) -> None:
+        if self._versions() == versions:
+            return
+        paths = [path for path, x in tree_flatten_with_path(self._args)[0] if _can_change(x)]
+        rows = zip(paths, versions, self._versions(), strict=False)  # f may also have appended to a list
+        names = [f"args{keystr(path)}" for path, old, new in rows if old != new]
+        if names:
+            raise RuntimeError(
+                f"f changed {' and '.join(names)} in place, and would again at every evaluation: clone it inside f"
+            )
+
+    def _wrong_signature(self, error: TypeError) -> TypeError | None:
+        """What to say instead of "takes 2 positional arguments but 3 were given", if that is the reason."""
+        f = self.f.forward if isinstance(self.f, nn.Module) else self.f
+        count = len(self._args)
+        try:
+            inspect.signature(f).bind(*[None] * (1 + count))
+        except ValueError:  # it has no signature
+            return None
+        except TypeError:
+            names = ", ".join(["z", *(("x",) if count == 1 else (f"args[{i}]" for i in range(count)))])
+            return TypeError(
+                f"f is called as f({names}), which it does not take ({error}): give f these arguments, or wrap it in a "
+                "function or module that takes them"
+            )
+        return None
+
+
+def _own(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """With containers of their own around tensors that need a gradient, since the caller may change his. Others are
+    passed as they are: a list that f appends to is the caller's."""
+    return tree_map(lambda x: x, args, is_leaf=lambda x: isinstance(x, Tensor) or not _needs_grad(x))
+
+
+def _needs_grad(tree: Any) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(tree))
+
+
+def _can_change(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.requires_grad and not x.is_inference()
+
+
+def _version(x: Tensor) -> int:
+    """Negative where changes are not counted."""
+    return -1 if x.is_inference() else x._version
+
+
+def module_tensors(f: Any) -> dict[str, Tensor]:
+    """Parameters and buffers by name, if f is a module."""
+    if not isinstance(f, nn.Module):
+        return {}
+    return {**dict(f.named_parameters(remove_duplicate=False)), **dict(f.named_buffers(remove_duplicate=False))}
+
+
+def _is_sharded(*tensors: Any) -> bool:
+    """FSDP exchanges shards for whole parameters, and back, by itself."""
+    return any(hasattr(x, "placements") for x in tensors)

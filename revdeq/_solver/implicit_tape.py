@@ -1,0 +1,90 @@
+"""The gradient of the fixed point itself, by the implicit function theorem, with the same iteration.
+
+At z = f(z, x), a loss with the gradient g by z has the gradient u df/dx by x, where u solves the adjoint equation
+
+    u = J^T u + g        J = df/dz
+
+J^T has the eigenvalues of J, so that the beta and gamma that converge fastest forward do so here. f is evaluated again
+once, where its last evaluation was, and the graph of that gives all of the products.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from .implicit import Adjoint
+from .state import State, dense
+from .tape import Tape, _backward, _scaled, relax, relax_norms
+
+
+class Implicit(torch.autograd.Function):
+    """The last y and z, as if they were the fixed point, as functions of what f returned last."""
+
+    @staticmethod
+    def forward(ctx: Any, tape: Tape, adjoint: Adjoint, values: State, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.tape, ctx.adjoint, ctx.size = tape, adjoint, len(outputs)
+        # Chosen here: a backward pass may run in a thread that does not see `with backend(...)`.
+        ctx.half_step = kernels.half_step_for(outputs[0].device, "float64")
+        ctx.outputs, ctx.given, ctx.evaluation = tape.outputs, tape.given, tape._last
+        del tape.outputs, tape.given
+        tape._forget()
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*(x.detach() for x in ctx.given), *(x.detach() for x in outputs))
+        return tuple(values)
+
+    @_backward
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        tape, size = ctx.tape, ctx.size
+        read, before = ctx.saved_tensors[:size], ctx.saved_tensors[size:]
+        # y and z are the same fixed point, and so their gradients add up.
+        by_y, by_z = ([_scaled(g, 1, x) for g, x in zip(part, read, strict=True)] for part in (grads[:size], grads[size:]))
+        seeds = [y.add_(z) for y, z in zip(by_y, by_z, strict=True)]
+        ctx.evaluation.values = None
+        with tape.f.as_before(), ctx.evaluation.again([]):
+            now = [x.detach() for x in tape.f([x.clone().requires_grad_() for x in read])]
+        if tape.monitor is not None:
+            tape.monitor.judge_same(now, before)
+        u = _solved(ctx, seeds)
+        if tape.monitor is not None:
+            tape.monitor.judge_convergence(ctx.adjoint.residual)
+        return (None, None, None, *(x.to(out.dtype) for x, out in zip(u, now, strict=True)))
+
+
+def _solved(ctx: Any, seeds: State) -> State:
+    """u, by the same half-steps as forward, from g. Nothing is undone, so that its states are float64."""
+    tape, adjoint = ctx.tape, ctx.adjoint
+    step, options = tape.scheme.step, tape.options
+    y_copy, z_copy = [[g.clone() for g in seeds] for _ in range(2)]
+    relax_y, relax_z = [
+        [ctx.half_step(g.to(torch.float64, copy=True), c) for g, c in zip(seeds, copy, strict=True)]
+        for copy in (y_copy, z_copy)
+    ]
+    sources = [i for i, x in enumerate(ctx.outputs) if x.requires_grad]
+
+    def mapped(u: State) -> State:
+        outputs = [ctx.outputs[i] for i in sources]
+        # The seeds are copied: a hook in f may change its gradient in place.
+        given = [u[i].to(x.dtype, copy=True) for i, x in zip(sources, outputs, strict=True)]
+        products = torch.autograd.grad(outputs, ctx.given, given, retain_graph=True, allow_unused=True)
+        return [torch.add(g, v) for g, v in zip(seeds, dense(products, u), strict=True)]
+
+    adjoint.steps = 0
+    while True:
+        adjoint.steps += 1
+        relax(relax_y, mapped(z_copy), z_copy, step)
+        last = adjoint.steps == options.max_steps
+        if not last and options.tol is None:
+            relax(relax_z, mapped(y_copy), y_copy, step)
+            continue
+        change, value = relax_norms(relax_z, mapped(y_copy), y_copy, step).sqrt()
+        adjoint.residual = change / value.clamp(min=torch.finfo(value.dtype).tiny)
+        if last or (options.tol is not None and _has_arrived(adjoint.residual, options.tol)):
+            return z_copy
+
+
+def _has_arrived(residual: Tensor, tol: float) -> bool:
+    value = residual.item()
+    return value <= tol or not math.isfinite(value)

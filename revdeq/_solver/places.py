@@ -1,0 +1,241 @@
+"""A graph without its tensors.
+
+Autograd keeps the graph of every evaluation of f, but not what it would save there: a `Place` stands for each tensor
+that is left out. On the way back f is evaluated again, saves the same tensors in the same order, and fills the places.
+A place belongs to the node that would have saved the tensor, and dies with it: what is not needed is not put back, and
+what has been used is freed.
+"""
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from .. import _device
+from .deferred import report
+
+if TYPE_CHECKING:
+    from .tape import Tape
+
+MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation inside f: a tensor "
+    "of shape {shape} was changed after an operation had saved it; write x = x.add(y) in place of x.add_(y)"
+)
+
+OTHER_TENSORS = (
+    "f used another tensor of shape {shape} that requires a gradient in the backward pass than in the forward pass, "
+    "with other numbers (a closure whose variables were changed after the solve? torch.func.functional_call or a cached "
+    "parametrization around the forward pass alone?): leave what f closes over as it is until the backward pass, or "
+    "pass these tensors to f through `args`, or make f a module of its own"
+)
+
+OTHER_COUNT = (
+    "f saved {again} tensors for its derivative in the backward pass, and {before} in the forward pass, in evaluation "
+    "{number} (a cache that its first evaluation fills, such as a cached parametrization around the forward pass alone? "
+    "a choice by a counter or by random numbers of Python? other settings?): what f computes must depend on its "
+    "arguments only; fill a cache before the solve, by calling f once"
+)
+
+CHANGED = (
+    "a tensor of shape {shape}, on which f depends and which requires a gradient, was changed in place between the "
+    "forward and the backward pass (a step of an optimizer?), so that the gradient would be that of another f: change "
+    "it after the backward pass"
+)
+
+
+class Place:
+    """Stands in the graph for something that is left out.
+
+    value: the tensor, or the tape of a solve within f, while it is at hand.
+    version: the tensor's, when it was saved. leaf: the tensor itself, if it is a leaf that needs a gradient, and its
+        version in the forward pass.
+    like: shape, dtype and device of the tensor.
+    """
+
+    __slots__ = ("__weakref__", "index", "leaf", "like", "value", "version")
+
+    def __init__(self, index: int, value: Any) -> None:
+        self.index, self.value, self.version = index, value, 0
+        self.leaf: tuple[Tensor, int] | None = None
+        self.like: tuple[torch.Size, torch.dtype, torch.device] | None = None
+
+    def zeros(self) -> Tensor | None:
+        """What stands for a tensor that no gradient flows by, without memory."""
+        if self.like is None:
+            return None
+        shape, dtype, device = self.like
+        return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
+class Home:
+    """Where a tape is: held by its graph, or where the solve is within an f, in a place of that evaluation, which
+    forgets it like any tensor and gets another one when it is repeated."""
+
+    __slots__ = ("_evaluation", "_place", "_tape")
+
+    def __init__(self, tape: "Tape") -> None:
+        around = getattr(_thread, "evaluation", None)
+        self._evaluation: Evaluation | None = around
+        self._place = None if around is None else around.hold(tape)
+        self._tape = tape if around is None else None
+
+    def __call__(self) -> "Tape | None":
+        """The tape, or None: where f asks for derivatives by what its state depends on, z counts as given."""
+        if self._place is None:
+            return self._tape
+        if self._place.value is None:
+            assert self._evaluation is not None
+            return self._evaluation.found(self._place)
+        return self._place.value
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the solve is within the f of another one."""
+        return self._evaluation is not None
+
+
+class Evaluation:
+    """One evaluation of f, and the places of what it saved.
+
+    k: its number, from 0. values: what f returned, if what it saved is kept.
+    """
+
+    def __init__(self, home: Home | None, k: int) -> None:
+        """Without a home, nothing can be put back: no gradient may come here."""
+        self._home, self.k = home, k
+        self._places: list[weakref.ref[Place]] = []
+        self._filled: int | None = None  # so many of them, while f is evaluated again
+        self._given: list[Tensor] = []  # the leaves that f gets then
+        self.values: list[Tensor] | None = None
+
+    def __enter__(self) -> None:
+        """Around the first time."""
+        self._enter(saved_tensors_hooks(self._pack, self._unpack))
+
+    def _enter(self, hooks: Any) -> None:
+        self._around, _thread.evaluation = getattr(_thread, "evaluation", None), self
+        self._hooks = hooks
+        hooks.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.__exit__(*exception)
+        _thread.evaluation = self._around
+        del self._hooks, self._around
+
+    def again(self, given: list[Tensor]) -> "_Again":
+        """Around every other time. Takes the leaves that f is given."""
+        self._filled, self._given = 0, given
+        return _Again(self)
+
+    def _pack(self, x: Tensor) -> Place:
+        place = Place(len(self._places), x.detach())
+        place.version = x._version
+        place.like = x.shape, x.dtype, x.device
+        if x.requires_grad and x.is_leaf:
+            place.leaf = x, place.version
+        self._places.append(weakref.ref(place))
+        return place
+
+    def _unpack(self, place: Place) -> Tensor:
+        x = place.value
+        if x is None:
+            return self.found(place)
+        if x._version != place.version:
+            raise RuntimeError(MODIFIED.format(shape=tuple(x.shape)))
+        return x
+
+    def _fill(self, x: Tensor) -> Tensor:
+        value = x.detach()
+        place = self._next()
+        if place is not None:
+            place.value, place.version = value, x._version
+            if place.leaf is not None and x is not place.leaf[0]:
+                self._compare(place.leaf[0], x)
+            elif place.leaf is not None and place.leaf[1] != place.version:
+                raise RuntimeError(CHANGED.format(shape=tuple(x.shape)))
+        return value
+
+    def _next(self) -> Place | None:
+        assert self._filled is not None
+        self._filled += 1
+        return self._places[self._filled - 1]() if self._filled <= len(self._places) else None
+
+    def _compare(self, before: Tensor, now: Tensor) -> None:
+        """Two leaves: f may make one itself in every evaluation, but its numbers must be the same."""
+        error = RuntimeError(OTHER_TENSORS.format(shape=tuple(before.shape)))
+        if before.shape != now.shape or before.dtype != now.dtype or before.device != now.device:
+            raise error
+
+        def decide(differ: Tensor) -> None:
+            if differ:
+                raise error
+
+        with torch.no_grad():
+            report((before != now).any(), decide)
+
+    def hold(self, tape: "Tape") -> Place:
+        """A place for a solve within f."""
+        if self._filled is None:
+            place = Place(len(self._places), tape)
+            self._places.append(weakref.ref(place))
+            return place
+        before = self._next()
+        if before is not None:
+            before.value = tape
+        return Place(0, tape)
+
+    def found(self, place: Place) -> Any:
+        """What belongs to a place that is empty: undoes steps until it is there."""
+        tape = None if self._home is None else self._home()
+        if self._home is None:
+            raise RuntimeError(
+                "a gradient arrives inside an evaluation of f that is not differentiated (gradient='implicit', "
+                "backward_steps), through something that f computed there and kept (an auxiliary loss, a feature): use "
+                "gradient='exact' without backward_steps, or compute it from solution.z"
+            )
+        if tape is None or not tape.reaches(self):
+            return place.zeros()
+        if place.value is None:
+            raise RuntimeError(OTHER_COUNT.format(again="fewer", before=len(self._places), number=self.k + 1))
+        return place.value
+
+    def check_filled(self) -> None:
+        """After f was evaluated again."""
+        again, self._filled, self._given = self._filled, None, []
+        if again != len(self._places):
+            raise RuntimeError(OTHER_COUNT.format(again=again, before=len(self._places), number=self.k + 1))
+
+    def empty(self, device: torch.device | None = None) -> None:
+        """Forget what is in the places. With a device, only what is there: nodes of another one may be late, and then
+        still ask."""
+        for ref in self._places:
+            place = ref()
+            if place is not None and (device is None or place.like is None or place.like[2] == device):
+                place.value = None
+        self.values = None
+
+
+class _Again:
+    def __init__(self, evaluation: Evaluation) -> None:
+        self._evaluation = evaluation
+
+    def __enter__(self) -> None:
+        self._evaluation._enter(saved_tensors_hooks(self._evaluation._fill, _as_it_is))
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        self._evaluation.__exit__(kind, *exception)
+        if kind is None:
+            self._evaluation.check_filled()
+        else:
+            self._evaluation._filled = None
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+_thread = threading.local()
+"""evaluation: the one of f that this thread is in, if it is."""

@@ -1,0 +1,136 @@
+"""A state: a tensor, or a nested tuple, list or dict of tensors, as a flat list of its tensors."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_map, tree_unflatten
+
+from ..kernels.half_step import DTYPES, layout
+
+State = list[Tensor]
+
+
+def refuse_device(name: str, device: torch.device) -> None:
+    if device.type == "meta":
+        raise ValueError(f"{name} is on the meta device, where nothing is computed: move it to a real one")
+    if device.type == "mps":
+        raise ValueError(f"{name} is on {device}, which has no float64 to keep the states in: move it and f to the CPU")
+
+
+def checked_state(z0: Any) -> tuple[State, TreeSpec]:
+    """The tensors of z0, and its structure."""
+    paths, spec = tree_flatten_with_path(z0)
+    if not paths:
+        raise ValueError(f"z0 = {z0!r} has no tensor in it: pass a tensor, or a tuple, list or dict of tensors")
+    leaves = []
+    for path, x in paths:
+        name = f"z0{keystr(path)}"
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"{name} is of type {type(x).__name__}: it must be a tensor (or a tuple, list or dict of tensors)"
+            )
+        if x.dtype not in DTYPES:
+            remedy = f"torch.view_as_real({name})" if x.is_complex() else f"{name}.float()"
+            raise TypeError(f"{name} is {x.dtype}: it must be float32, float64, bfloat16 or float16; use {remedy}")
+        if holds_others(x):
+            raise TypeError(f"{name} is a {type(x).__name__}, which holds other tensors: solve for those")
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} has layout {x.layout}: it must be dense; convert it with {name}.to_dense()")
+        if x.device != paths[0][1].device:
+            raise ValueError(
+                f"{name} is on {x.device} and the first tensor of z0 on {paths[0][1].device}: use one device"
+            )
+        refuse_device(name, x.device)
+        # A tensor made in inference mode cannot be saved for the backward pass; its copy can.
+        leaves.append(x.clone() if x.is_inference() and torch.is_grad_enabled() else x.resolve_neg())
+    return leaves, spec
+
+
+def holds_others(x: Tensor) -> bool:
+    """Whether x is a wrapper of other tensors (a DTensor, say) and has no memory of its own."""
+    if type(x) in (Tensor, torch.nn.Parameter):
+        return False
+    if hasattr(x, "__tensor_flatten__"):
+        return True
+    try:
+        return x.layout is torch.strided and x.numel() > 0 and x.untyped_storage().data_ptr() == 0
+    except (RuntimeError, NotImplementedError):
+        return True
+
+
+def flattened(result: Any, state: State, spec: TreeSpec) -> State:
+    """The tensors that f returned, if they are like those of the state. A dict may have its keys in another order."""
+    if spec.is_leaf():
+        outputs, has_structure = [result], isinstance(result, Tensor)
+    else:
+        try:
+            outputs, has_structure = spec.flatten_up_to(result), True
+        except ValueError:
+            outputs, has_structure = [], False
+    if has_structure and all(map(_fits, outputs, state)):
+        return outputs
+    if not has_structure:
+        expected = tree_unflatten(["Tensor"] * len(state), spec)
+        returned = tree_map(lambda x: type(x).__name__, result)
+        raise TypeError(f"f returned {returned}: it must have the structure of z0, {expected}")
+    outputs = list(map(_unwrapped, outputs))
+    fits = list(map(_fits, outputs, state))
+    if all(fits):
+        return outputs
+    i = fits.index(False)
+    raise _misfit(
+        "f's output" if len(outputs) == 1 else f"f's output (leaf {i} of {len(outputs)})", outputs[i], state[i]
+    )
+
+
+def _unwrapped(out: Any) -> Any:
+    """A result of a collective that is still under way is awaited by any operation on it."""
+    if isinstance(out, Tensor) and type(out).__name__ == "AsyncCollectiveTensor":
+        return out.clone()
+    return out
+
+
+def _fits(out: Any, x: Tensor) -> bool:
+    return (
+        isinstance(out, Tensor)
+        and out.dtype in DTYPES
+        and out.shape == x.shape
+        and out.device == x.device
+        and out.layout is torch.strided
+        and not holds_others(out)
+    )
+
+
+def _misfit(name: str, out: Any, x: Tensor) -> Exception:
+    if not isinstance(out, Tensor):
+        return TypeError(f"{name} is of type {type(out).__name__}: it must be a tensor of shape {tuple(x.shape)}")
+    if holds_others(out):
+        remedy = ".to_local() or .full_tensor()" if hasattr(out, "to_local") else "the tensors that it holds"
+        return TypeError(f"{name} is a {type(out).__name__}, which holds other tensors: return {remedy}")
+    if out.shape != x.shape:
+        return ValueError(
+            f"{name} has shape {tuple(out.shape)}: it must be shaped like z0, {tuple(x.shape)} (which a layer makes "
+            "from x unless it is given: deq(x, z0=...))"
+        )
+    if out.device != x.device:
+        return ValueError(f"{name} is on {out.device}: it must be where z0 is, on {x.device}")
+    if out.layout != torch.strided:
+        return TypeError(f"{name} has layout {out.layout}: it must be dense; use to_dense()")
+    return TypeError(f"{name} is {out.dtype}: it must be float32, float64, bfloat16 or float16; convert it inside f")
+
+
+def laid_out_like(outputs: State, state: State) -> State:
+    """Empty tensors for the state in the layout of f's outputs, where that is dense: otherwise each output would have
+    to be brought into the state's layout."""
+    return [
+        torch.empty_like(x)
+        if layout(out) == layout(x) or x.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(out)
+        else x.new_empty_strided(x.shape, out.stride())
+        for out, x in zip(outputs, state, strict=True)
+    ]
+
+
+def dense(grads: Any, like: State) -> State:
+    """f need not depend on all of its state, and a gradient may be sparse."""
+    return [torch.zeros_like(x) if g is None else g.to_dense() for g, x in zip(grads, like, strict=True)]

@@ -1,0 +1,172 @@
+"""What f must leave as it is: whatever an evaluation changes would be changed by every one, in the backward pass too.
+
+Buffers of all modules that f can get at, and tensors that it closes over, are compared around the first evaluation.
+They get their values back, and f is refused: a BatchNorm in training mode, say. f is looked into through closures,
+partials, bound methods, plain objects and compiled functions.
+"""
+
+import collections
+import functools
+import itertools
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from .. import _device
+
+STATEFUL = (
+    "would be changed by every evaluation of f, in the backward pass too: put the layer outside f, as the paper does, "
+    "or use a normalisation without state (GroupNorm, LayerNorm), or call .eval() on it"
+)
+
+_COPIED = 1 << 16
+"""Elements of the largest buffer that is worth a copy: statistics are small, and tables and masks do not change."""
+
+_VISITED = 256
+"""The most objects to look into for modules: a closure may hold a whole data set."""
+
+_NORMALISING = {nn.modules.batchnorm._BatchNorm: "a BatchNorm", nn.modules.instancenorm._InstanceNorm: "an InstanceNorm"}
+
+
+class Unchanged:
+    """Around the first evaluation: notices when it changes what f can get at, or registers hooks there."""
+
+    def __init__(self, modules: list[nn.Module], tensors: dict[str, Tensor], args: Iterable[Any]) -> None:
+        self._before: list[tuple[str, nn.Module | None, Tensor, int, Tensor | None]] = []
+        given = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
+        self._hooks: list[tuple[Tensor, int]] = [(x, _hooks_on(x)) for x in given]
+        for name, x in tensors.items():
+            if x.requires_grad:
+                self._hooks.append((x, _hooks_on(x)))
+            else:
+                self._note(name, None, x)
+        for outermost in modules:
+            for path, module in outermost.named_modules():
+                self._hooks += [(x, _hooks_on(x)) for x in module._parameters.values() if x is not None]
+                for name, x in module._buffers.items():
+                    if x is not None:
+                        self._note(f"{path}.{name}" if path else name, module, x)
+
+    def _note(self, name: str, module: nn.Module | None, x: Tensor) -> None:
+        if x.is_inference() or x.layout is not torch.strided:
+            return
+        copied = module is not None and module.training and x.numel() <= _COPIED
+        self._before.append((name, module, x, x._version, x.clone() if copied else None))
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        changed = [row for row in self._before if row[2]._version != row[3] or _differs(row[2], row[4])]
+        with torch.no_grad():
+            for _, _, buffer, _, copy in changed:
+                if copy is not None:
+                    buffer.copy_(copy)
+        if kind is not None:
+            return
+        for _, module, *_ in changed:
+            for family, name in _NORMALISING.items():
+                if isinstance(module, family):
+                    raise RuntimeError(f"f contains {name} in training mode, whose running statistics {STATEFUL}")
+        if changed:
+            raise RuntimeError(f"f changes its buffers {', '.join(name for name, *_ in changed)}, which {STATEFUL}")
+        for x, count in self._hooks:
+            if _hooks_on(x) > count:
+                raise RuntimeError(
+                    f"f registers a hook on a tensor of shape {tuple(x.shape)} that is given to it or that it closes "
+                    "over, and would register another one at every evaluation: register it before the solve, where it "
+                    "sees the whole gradient, once"
+                )
+
+
+def _hooks_on(x: Tensor) -> int:
+    return len(x._backward_hooks or ())
+
+
+def _differs(x: Tensor, copy: Tensor | None) -> bool:
+    """Also after a change that autograd does not count (x.data.add_), unless a look would wait for the device."""
+    return copy is not None and _device.can_look(x) and not torch.equal(x, copy) and not bool(x.isnan().any())
+
+
+def fill_caches(modules: list[nn.Module]) -> None:
+    """Where `parametrize.cached()` is active, the first evaluation would compute what the others find."""
+    if not getattr(parametrize, "_cache_enabled", 0):  # private: without it, such a cache is an error on the way back
+        return
+    for outermost in modules:
+        for module in outermost.modules():
+            if parametrize.is_parametrized(module):
+                for name in module.parametrizations:  # type: ignore[union-attr]
+                    getattr(module, name)
+
+
+def refuse_tolerance(modules: list[nn.Module]) -> None:
+    """Of a solve with a `tol`."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = getattr(fsdp, "FSDPModule", ())
+    found = any(isinstance(module, sharded) for outermost in modules for module in outermost.modules())
+    if found and torch.distributed.get_world_size() > 1:
+        raise ValueError(
+            "tol with an f that fully_shard has sharded over several processes would not end: they would stop "
+            "after different numbers of steps, and each step needs all of them. Use tol=None, or shard the "
+            "module around the solve (fully_shard(deq))"
+        )
+
+
+def modules_of(f: Any) -> list[nn.Module]:
+    """The outermost modules that f can get at: itself, or those that it closes over, is bound to or was made from."""
+    return reachable(f)[0]
+
+
+def reachable(f: Any) -> tuple[list[nn.Module], dict[str, Tensor]]:
+    """The same, and tensors that it closes over, by name."""
+    if isinstance(f, nn.Module):
+        return [f], {}
+    found: dict[int, nn.Module] = {}
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    left = collections.deque([("f", f)])  # what is near comes first
+    while left and len(seen) < _VISITED:
+        name, x = left.popleft()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, nn.Module):
+            found[id(x)] = x
+        elif isinstance(x, Tensor):
+            tensors.setdefault(name, x)
+        else:
+            left += _held_by(name, x)
+    return list(found.values()), tensors
+
+
+def _held_by(of: str, x: Any) -> Iterator[tuple[str, Any]]:
+    """What a callable or a container holds that may lead to a module, by name."""
+    if hasattr(x, "_torchdynamo_orig_callable"):
+        yield of, x._torchdynamo_orig_callable
+    elif isinstance(x, types.FunctionType):
+        if (x.__module__ or "").split(".")[0] == "torch":  # exec may have made a function without one
+            return
+        for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+        for name in x.__code__.co_names:
+            value = x.__globals__.get(name)
+            if isinstance(value, (nn.Module, list, tuple, dict, types.FunctionType, functools.partial)):
+                yield name, value
+    elif isinstance(x, types.MethodType):
+        yield from ((of, x.__self__), (of, x.__func__))
+    elif isinstance(x, functools.partial):
+        yield from ((of, y) for y in (x.func, *x.args, *x.keywords.values()))
+    elif isinstance(x, dict):
+        yield from ((f"{of}[{key!r}]", y) for key, y in itertools.islice(x.items(), _VISITED))
+    elif isinstance(x, (list, tuple)):
+        yield from ((f"{of}[{i}]", y) for i, y in enumerate(x[:_VISITED]))
+    elif hasattr(x, "__dict__") and not isinstance(x, (type, types.BuiltinFunctionType, types.ModuleType)):
+        yield from ((f"{of}.{name}", y) for name, y in vars(x).items())
