@@ -102,14 +102,14 @@ class HalfStep(half_step.HalfStep):
         if step is not self._step:
             self._take(step)
         f = self.in_order(f)
-        z = address(self.in_order_or_none(read)) if step.c else None
-        self._relax(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), z)
+        z = self.in_order_or_none(read) if step.c else None  # held until the call: it may be a copy
+        self._relax(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), address(z))
 
     def relax_norms(self, f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
         self._take(step)
         f, partial = self.in_order(f), self.partial_sums()
-        z = address(self.in_order_or_none(read)) if step.c else None
-        library.revdeq_relax_norms(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), z, partial.data_ptr())
+        z, sums = self.in_order_or_none(read) if step.c else None, partial.data_ptr()
+        library.revdeq_relax_norms(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), address(z), sums)
         return partial
 
     def invert(self, f: Tensor, step: Coefficients) -> None:

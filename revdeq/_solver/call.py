@@ -51,7 +51,8 @@ class Call:
         fill_caches(modules)
         versions = self._versions()
         try:
-            with Unchanged(modules, tensors, tree_leaves(self._args)):
+            self._unchanged = Unchanged(modules, tensors, tree_leaves(self._args))
+            with self._unchanged:
                 yield
         except TypeError as error:
             wrong = self._wrong_signature(error)
@@ -61,6 +62,11 @@ class Call:
         if torch.is_grad_enabled():
             self._tensors = module_tensors(self.f)
         self._refuse_changes(versions)
+
+    def end(self) -> None:
+        """After the last evaluation of the forward pass."""
+        self._unchanged.refuse_hooks()
+        del self._unchanged
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ once, where its last evaluation was, and the graph of that gives all of the prod
 """
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class Implicit(torch.autograd.Function):
         ctx.half_step = kernels.half_step_for(outputs[0].device, "float64")
         ctx.outputs, ctx.given, ctx.evaluation = tape.outputs, tape.given, tape._last
         del tape.outputs, tape.given
-        tape._forget()
+        tape._last = None
+        tape._end = weakref.ref(ctx)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(x.detach() for x in ctx.given), *(x.detach() for x in outputs))
         return tuple(values)
@@ -43,7 +45,7 @@ class Implicit(torch.autograd.Function):
         by_y, by_z = ([_scaled(g, 1, x) for g, x in zip(part, read, strict=True)] for part in (grads[:size], grads[size:]))
         seeds = [y.add_(z) for y, z in zip(by_y, by_z, strict=True)]
         ctx.evaluation.values = None
-        with tape.f.as_before(), ctx.evaluation.again([]):
+        with tape.f.as_before(), ctx.evaluation.again():
             now = [x.detach() for x in tape.f([x.clone().requires_grad_() for x in read])]
         if tape.monitor is not None:
             tape.monitor.judge_same(now, before)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .. import _device
 from .deferred import report
+from .monitor import ReconstructionError
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -33,9 +33,9 @@ OTHER_TENSORS = (
 )
 
 OTHER_COUNT = (
-    "f saved {again} tensors for its derivative in the backward pass, and {before} in the forward pass, in evaluation "
+    "f does not compute the same when it is called again: it saved {again} tensors for its derivative in the backward pass, and {before} in the forward pass, in evaluation "
     "{number} (a cache that its first evaluation fills, such as a cached parametrization around the forward pass alone? "
-    "a choice by a counter or by random numbers of Python? other settings?): what f computes must depend on its "
+    "a choice by a counter or by random numbers of Python? .eval() or requires_grad_() since then?): what f computes must depend on its "
     "arguments only; fill a cache before the solve, by calling f once"
 )
 
@@ -82,8 +82,7 @@ class Home:
         self._place = None if around is None else around.hold(tape)
         self._tape = tape if around is None else None
 
-    def __call__(self) -> "Tape | None":
-        """The tape, or None: where f asks for derivatives by what its state depends on, z counts as given."""
+    def __call__(self) -> "Tape":
         if self._place is None:
             return self._tape
         if self._place.value is None:
@@ -108,8 +107,11 @@ class Evaluation:
         self._home, self.k = home, k
         self._places: list[weakref.ref[Place]] = []
         self._filled: int | None = None  # so many of them, while f is evaluated again
-        self._given: list[Tensor] = []  # the leaves that f gets then
         self.values: list[Tensor] | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._home is not None
 
     def __enter__(self) -> None:
         """Around the first time."""
@@ -125,17 +127,17 @@ class Evaluation:
         _thread.evaluation = self._around
         del self._hooks, self._around
 
-    def again(self, given: list[Tensor]) -> "_Again":
-        """Around every other time. Takes the leaves that f is given."""
-        self._filled, self._given = 0, given
+    def again(self) -> "_Again":
+        """Around every other time."""
+        self._filled = 0
         return _Again(self)
 
     def _pack(self, x: Tensor) -> Place:
         place = Place(len(self._places), x.detach())
         place.version = x._version
         place.like = x.shape, x.dtype, x.device
-        if x.requires_grad and x.is_leaf:
-            place.leaf = x, place.version
+        if x.requires_grad and (leaf := _leaf(x)) is not None:
+            place.leaf = leaf, place.version
         self._places.append(weakref.ref(place))
         return place
 
@@ -152,10 +154,8 @@ class Evaluation:
         place = self._next()
         if place is not None:
             place.value, place.version = value, x._version
-            if place.leaf is not None and x is not place.leaf[0]:
-                self._compare(place.leaf[0], x)
-            elif place.leaf is not None and place.leaf[1] != place.version:
-                raise RuntimeError(CHANGED.format(shape=tuple(x.shape)))
+            if place.leaf is not None:
+                self._compare(*place.leaf, _leaf(x) if x.requires_grad else None, place.version)
         return value
 
     def _next(self) -> Place | None:
@@ -163,10 +163,14 @@ class Evaluation:
         self._filled += 1
         return self._places[self._filled - 1]() if self._filled <= len(self._places) else None
 
-    def _compare(self, before: Tensor, now: Tensor) -> None:
-        """Two leaves: f may make one itself in every evaluation, but its numbers must be the same."""
+    def _compare(self, before: Tensor, version: int, now: Tensor | None, version_now: int) -> None:
+        """Leaves. f may make one itself in every evaluation, but its numbers must be the same."""
+        if now is before:
+            if version_now != version:
+                raise RuntimeError(CHANGED.format(shape=tuple(before.shape)))
+            return
         error = RuntimeError(OTHER_TENSORS.format(shape=tuple(before.shape)))
-        if before.shape != now.shape or before.dtype != now.dtype or before.device != now.device:
+        if now is None or before.shape != now.shape or before.dtype != now.dtype or before.device != now.device:
             raise error
 
         def decide(differ: Tensor) -> None:
@@ -189,24 +193,28 @@ class Evaluation:
 
     def found(self, place: Place) -> Any:
         """What belongs to a place that is empty: undoes steps until it is there."""
-        tape = None if self._home is None else self._home()
         if self._home is None:
             raise RuntimeError(
                 "a gradient arrives inside an evaluation of f that is not differentiated (gradient='implicit', "
                 "backward_steps), through something that f computed there and kept (an auxiliary loss, a feature): use "
                 "gradient='exact' without backward_steps, or compute it from solution.z"
             )
-        if tape is None or not tape.reaches(self):
+        if not self._home().reaches(self):
             return place.zeros()
         if place.value is None:
-            raise RuntimeError(OTHER_COUNT.format(again="fewer", before=len(self._places), number=self.k + 1))
+            raise ReconstructionError(OTHER_COUNT.format(again="fewer", before=len(self._places), number=self.k + 1))
         return place.value
+
+    def frozen(self) -> list[Tensor]:
+        """Leaves that needed a gradient when f was evaluated, and do no longer."""
+        leaves = [place.leaf[0] for ref in self._places if (place := ref()) is not None and place.leaf is not None]
+        return list({id(x): x for x in leaves if not x.requires_grad}.values())
 
     def check_filled(self) -> None:
         """After f was evaluated again."""
-        again, self._filled, self._given = self._filled, None, []
+        again, self._filled = self._filled, None
         if again != len(self._places):
-            raise RuntimeError(OTHER_COUNT.format(again=again, before=len(self._places), number=self.k + 1))
+            raise ReconstructionError(OTHER_COUNT.format(again=again, before=len(self._places), number=self.k + 1))
 
     def empty(self, device: torch.device | None = None) -> None:
         """Forget what is in the places. With a device, only what is there: nodes of another one may be late, and then
@@ -231,6 +239,14 @@ class _Again:
             self._evaluation.check_filled()
         else:
             self._evaluation._filled = None
+
+
+def _leaf(x: Tensor) -> Tensor | None:
+    """x, or what it is a view of, if that is a leaf: a weight is mostly saved transposed."""
+    if x.is_leaf:
+        return x
+    base = x._base
+    return base if base is not None and base.is_leaf else None
 
 
 def _as_it_is(x: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class Tape:
         self._versions = [(weakref.ref(x), x._version) for x in initial if not x.is_inference()]
         self.steps = 0
         self.norms: Tensor | None = None
-        self.home = Home(self)
+        self.home: Home | None = Home(self)  # until the forward pass has ended: the graph holds it
         self._evaluating = self._stores = False
         self._kept: collections.deque[Evaluation] = collections.deque()
         self._last: Evaluation | None = None
@@ -101,7 +101,7 @@ class Tape:
             """What f reads where the graph begins."""
             if exact and k == 0:
                 return list(_Begin.apply(self.home, True, origin, *z0))
-            return list(_Begin.apply(None if recorded(k) else _LOOSE, False, origin, *read))
+            return list(_Begin.apply(None, False, origin, *read))
 
         read: State = self.initial
         for k in range(2 * max_steps):
@@ -141,13 +141,11 @@ class Tape:
         values = [x.detach() for x in (*y, *z)]
         if exact and self._needed:
             values = list(_End.apply(self, self.home, values, *z))
+        self.f.end()
+        self.half_steps, self.home = ([], []), None  # the states are saved in the graph
         if exact:
-            self._forget()
+            self._last = None
         return values[: len(y)], values[len(y) :]
-
-    def _forget(self) -> None:
-        """The states, which are saved in the graph."""
-        self.half_steps, self._last = ([], []), None
 
     def _first(self, z0: State, given: State, begun: Any, record: bool) -> State:
         """The first evaluation, which may have to be repeated."""
@@ -240,20 +238,16 @@ class Tape:
 
     def turns(self, ctx: Any, grads: Sequence[Tensor | None]) -> None:
         """The engine comes to the end of the iteration, with gradients by the last y and z."""
-        self._back = _WayBack(self, ctx, list(ctx.saved_tensors), grads)
+        self._back = _WayBack(self, ctx, list(map(_restored, ctx.saved_tensors, ctx.like)), grads)
 
     def back(self, evaluation: Evaluation, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The engine comes to the half-step after an evaluation, with gradients by what f reads of the state that it
         moved. Returns those by what f returned."""
-        if self._evaluating:  # f itself asks for derivatives, and z counts as given
-            return [None] * len(grads)
         with self._lock:
             return self._way_back().undo(evaluation, grads)
 
     def begins(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The engine comes to the initial state. Returns gradients by it."""
-        if self._evaluating:
-            return [None] * len(grads)
         way = self._back
         if self.first:
             return [None] * len(grads)
@@ -263,12 +257,15 @@ class Tape:
 
     def reaches(self, evaluation: Evaluation) -> bool:
         """The engine comes to the inside of an evaluation whose tensors are not there. Not if there is no gradient."""
-        if self._evaluating:
-            return False
         with self._lock:
             return self._way_back().reach(evaluation)
 
     def _way_back(self) -> "_WayBack":
+        if self._evaluating:
+            raise RuntimeError(
+                "f asks for a derivative by a tensor on which its state z depends, too, so that the derivative would go "
+                "through all evaluations before: ask for it at z.detach().requires_grad_(), where z counts as given"
+            )
         if self._back is None or self._back.task != current_pass():
             ctx = self._end()
             if ctx is None:
@@ -276,7 +273,7 @@ class Tape:
                     "what f kept is all that is left of this solve, and its states are needed to undo its steps: keep "
                     "its solution until the backward pass, too"
                 )
-            self._back = _WayBack(self, ctx, [x.clone() for x in ctx.saved_tensors], None)
+            self._back = _WayBack(self, ctx, [_restored(*row).clone() for row in zip(ctx.saved_tensors, ctx.like, strict=True)], None)
         return self._back
 
     def refuse_changed_start(self) -> None:
@@ -424,8 +421,8 @@ class _WayBack:
         tape._evaluating = True
         try:
             with f.as_before():
-                given = list(_Begin.apply(_LOOSE, False, None, *leaves)) if f.changes_its_input else leaves
-                with evaluation.again(leaves) if evaluation._home is not None else contextlib.nullcontext():
+                given = list(_Begin.apply(None, False, None, *leaves)) if f.changes_its_input else leaves
+                with evaluation.again() if evaluation.is_recorded else contextlib.nullcontext():
                     self.out = [x.detach() for x in f(given)]
         finally:
             tape._evaluating = False
@@ -525,6 +522,21 @@ def _equal(given: Tensor, seed: Tensor) -> bool:
     return not _device.can_look(seed) or torch.equal(given, seed.to(given.dtype))
 
 
+def _restored(x: Tensor, like: Any) -> Tensor:
+    """A kernel gets the address of a state that was saved, and a hook may give back another."""
+    dtype, shape, device, stride = like
+    if (x.dtype, x.shape, x.device) != (dtype, shape, device):
+        raise RuntimeError(
+            f"a saved-tensor hook gave back {x.dtype} of shape {tuple(x.shape)} on {x.device} in place of {dtype} of "
+            f"shape {tuple(shape)} on {device}, from which the steps cannot be undone: leave the solve out of it "
+            "(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x) around the solve), or give back what "
+            "was packed"
+        )
+    if x.stride() == stride:
+        return x
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(x)
+
+
 def _is_kept(ctx: Any) -> bool:
     """Whether this backward pass runs with retain_graph=True: if not, the engine has freed what its last node saved."""
     try:
@@ -548,10 +560,6 @@ def _leads_to_a_leaf(outputs: State, stop: set[Any]) -> bool:
         seen.add(node)
         left += [following for following, _ in node.next_functions]
     return False
-
-
-_LOOSE = object()
-"""Stands for the home of an evaluation that is not part of the graph."""
 
 
 def _backward(function: Callable[..., Any]) -> Any:
@@ -592,12 +600,9 @@ class _Begin(torch.autograd.Function):
     @_backward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         none: list[Any] = [None] * len(grads)
-        if ctx.home is _LOOSE or ctx.home is None:
+        if ctx.home is None or not any(ctx.needs_input_grad[3:]):
             return (None, None, None, *none)
-        tape = ctx.home()
-        if tape is None or not any(ctx.needs_input_grad[3:]):
-            return (None, None, None, *none)
-        return (None, None, None, *tape.begins(grads))
+        return (None, None, None, *ctx.home().begins(grads))
 
 
 class _Relax(torch.autograd.Function):
@@ -614,9 +619,7 @@ class _Relax(torch.autograd.Function):
     @_backward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         none: list[Any] = [None] * len(grads)
-        tape = ctx.home()
-        by_outputs = none if tape is None else tape.back(ctx.evaluation, grads)
-        return (None, None, None, None, None, *by_outputs, *none)
+        return (None, None, None, None, None, *ctx.home().back(ctx.evaluation, grads), *none)
 
 
 class _End(torch.autograd.Function):
@@ -635,7 +638,5 @@ class _End(torch.autograd.Function):
 
     @_backward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        tape = ctx.home()
-        if tape is not None and not tape._evaluating:
-            tape.turns(ctx, grads)
+        ctx.home().turns(ctx, grads)
         return (None, None, None, *[None] * ctx.size)

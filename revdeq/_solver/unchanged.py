@@ -75,6 +75,10 @@ class Unchanged:
                     raise RuntimeError(f"f contains {name} in training mode, whose running statistics {STATEFUL}")
         if changed:
             raise RuntimeError(f"f changes its buffers {', '.join(name for name, *_ in changed)}, which {STATEFUL}")
+        self._hooks = [(x, _hooks_on(x)) for x, _ in self._hooks]
+
+    def refuse_hooks(self) -> None:
+        """That evaluations after the first have registered."""
         for x, count in self._hooks:
             if _hooks_on(x) > count:
                 raise RuntimeError(
