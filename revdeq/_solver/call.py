@@ -65,23 +65,31 @@ class Call:
 
     def end(self) -> None:
         """After the last evaluation of the forward pass."""
-        self._unchanged.refuse_hooks()
+        self._hooked = self._unchanged.hooked()
         del self._unchanged
 
     @contextlib.contextmanager
-    def as_before(self) -> Iterator[None]:
+    def as_before(self, leaves: State) -> Iterator[None]:
         """Around an evaluation in the backward pass: settings and generators are those of the forward pass within, and
         afterwards what they were. A module that was called through `torch.func.functional_call` gets the tensors that
-        it had then."""
+        it had then. These leaves need a gradient, also where they were frozen since. Hooks that f registers on what
+        it depends on are in the graph already."""
         now = module_tensors(self.f) if self._tensors else {}
         if any(now.get(name) is not x and not _is_sharded(now.get(name), x) for name, x in self._tensors.items()):
             module: Any = self.f
             self._run = lambda *args: torch.func.functional_call(module, self._tensors, args)
+        frozen = [x.requires_grad_() for x in leaves if not x.requires_grad]
+        hooks = [(x, set(x._backward_hooks or ())) for x in self._hooked]
         try:
             with torch.enable_grad(), self.settings.restored(), self.draw.rewound():
                 yield
         finally:
             self._run = self.f
+            for x in frozen:
+                x.requires_grad_(False)
+            for x, before in hooks:
+                for key in set(x._backward_hooks or ()) - before:
+                    del x._backward_hooks[key]  # type: ignore[union-attr]
 
     def _versions(self) -> list[int]:
         """Of what f could change in place: autograd protects tensors that need a gradient."""

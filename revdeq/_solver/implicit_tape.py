@@ -45,7 +45,7 @@ class Implicit(torch.autograd.Function):
         by_y, by_z = ([_scaled(g, 1, x) for g, x in zip(part, read, strict=True)] for part in (grads[:size], grads[size:]))
         seeds = [y.add_(z) for y, z in zip(by_y, by_z, strict=True)]
         ctx.evaluation.values = None
-        with tape.f.as_before(), ctx.evaluation.again():
+        with tape.f.as_before(ctx.evaluation.leaves()), ctx.evaluation.again():
             now = [x.detach() for x in tape.f([x.clone().requires_grad_() for x in read])]
         if tape.monitor is not None:
             tape.monitor.judge_same(now, before)

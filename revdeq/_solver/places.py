@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .deferred import report
+from .. import _device
 from .monitor import ReconstructionError
 
 if TYPE_CHECKING:
@@ -155,30 +155,13 @@ class Evaluation:
         if place is not None:
             place.value, place.version = value, x._version
             if place.leaf is not None:
-                self._compare(*place.leaf, _leaf(x) if x.requires_grad else None, place.version)
+                _compare(*place.leaf, _leaf(x), place.version)
         return value
 
     def _next(self) -> Place | None:
         assert self._filled is not None
         self._filled += 1
         return self._places[self._filled - 1]() if self._filled <= len(self._places) else None
-
-    def _compare(self, before: Tensor, version: int, now: Tensor | None, version_now: int) -> None:
-        """Leaves. f may make one itself in every evaluation, but its numbers must be the same."""
-        if now is before:
-            if version_now != version:
-                raise RuntimeError(CHANGED.format(shape=tuple(before.shape)))
-            return
-        error = RuntimeError(OTHER_TENSORS.format(shape=tuple(before.shape)))
-        if now is None or before.shape != now.shape or before.dtype != now.dtype or before.device != now.device:
-            raise error
-
-        def decide(differ: Tensor) -> None:
-            if differ:
-                raise error
-
-        with torch.no_grad():
-            report((before != now).any(), decide)
 
     def hold(self, tape: "Tape") -> Place:
         """A place for a solve within f."""
@@ -205,10 +188,10 @@ class Evaluation:
             raise ReconstructionError(OTHER_COUNT.format(again="fewer", before=len(self._places), number=self.k + 1))
         return place.value
 
-    def frozen(self) -> list[Tensor]:
-        """Leaves that needed a gradient when f was evaluated, and do no longer."""
+    def leaves(self) -> list[Tensor]:
+        """Those that need a gradient, of which f saved something."""
         leaves = [place.leaf[0] for ref in self._places if (place := ref()) is not None and place.leaf is not None]
-        return list({id(x): x for x in leaves if not x.requires_grad}.values())
+        return list({id(x): x for x in leaves}.values())
 
     def check_filled(self) -> None:
         """After f was evaluated again."""
@@ -247,6 +230,18 @@ def _leaf(x: Tensor) -> Tensor | None:
         return x
     base = x._base
     return base if base is not None and base.is_leaf else None
+
+
+def _compare(before: Tensor, version: int, now: Tensor | None, version_now: int) -> None:
+    """Leaves. f may make one itself in every evaluation, but its numbers must be the same, which is asked where a look
+    does not wait for the device."""
+    if now is before:
+        if version_now != version:
+            raise RuntimeError(CHANGED.format(shape=tuple(before.shape)))
+        return
+    alike = now is not None and (before.shape, before.dtype, before.device) == (now.shape, now.dtype, now.device)
+    if not alike or (_device.can_look(before) and not torch.equal(before, now)):  # type: ignore[arg-type]
+        raise RuntimeError(OTHER_TENSORS.format(shape=tuple(before.shape)))
 
 
 def _as_it_is(x: Tensor) -> Tensor:

@@ -299,6 +299,7 @@ class _WayBack:
         self._ctx, self._saved, self._grads = ctx, saved, grads
         self.at, self.adjoint, self.out = 2 * tape.steps, None, None
         self._filled: Evaluation | None = None
+        self._leaves: State | None = None
         self._spares_seeds: bool | None = None  # not known before the first product
         self._seeds: list[tuple[Tensor, int]] = []
         self._maxima: State = []
@@ -420,7 +421,7 @@ class _WayBack:
         leaves = [x.detach().requires_grad_() for x in read]
         tape._evaluating = True
         try:
-            with f.as_before():
+            with f.as_before(self._leaves_of(evaluation)):
                 given = list(_Begin.apply(None, False, None, *leaves)) if f.changes_its_input else leaves
                 with evaluation.again() if evaluation.is_recorded else contextlib.nullcontext():
                     self.out = [x.detach() for x in f(given)]
@@ -430,6 +431,12 @@ class _WayBack:
         if self.at == 2 * tape.steps and self._sizes and self.scheme.resolution:
             # A state too small for its own resolution is 0; what f made of it need not be.
             self._seen = [torch.maximum(s, typical_magnitude(x)) for s, x in zip(self._sizes, self.out, strict=True)]
+
+    def _leaves_of(self, evaluation: Evaluation) -> State:
+        """Of one evaluation: the others depend on the same."""
+        if self._leaves is None and evaluation.is_recorded:
+            self._leaves = evaluation.leaves()
+        return self._leaves or []
 
     def _arrive(self) -> None:
         """At the initial state, or where the way back ends: the verdict."""

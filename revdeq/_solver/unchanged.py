@@ -77,15 +77,9 @@ class Unchanged:
             raise RuntimeError(f"f changes its buffers {', '.join(name for name, *_ in changed)}, which {STATEFUL}")
         self._hooks = [(x, _hooks_on(x)) for x, _ in self._hooks]
 
-    def refuse_hooks(self) -> None:
-        """That evaluations after the first have registered."""
-        for x, count in self._hooks:
-            if _hooks_on(x) > count:
-                raise RuntimeError(
-                    f"f registers a hook on a tensor of shape {tuple(x.shape)} that is given to it or that it closes "
-                    "over, and would register another one at every evaluation: register it before the solve, where it "
-                    "sees the whole gradient, once"
-                )
+    def hooked(self) -> list[Tensor]:
+        """Tensors on which evaluations after the first have registered hooks."""
+        return [x for x, count in self._hooks if _hooks_on(x) > count]
 
 
 def _hooks_on(x: Tensor) -> int:
