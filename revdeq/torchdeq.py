@@ -38,7 +38,7 @@ from torchdeq.utils.layer_utils import deq_decorator
 from . import _device
 from ._solver.options import Options
 from ._solver.solve import solve
-from ._solver.stateful import modules_of
+from ._solver.unchanged import modules_of
 
 SETTINGS: dict[str, Any] = {
     option.name: option.default for option in dataclasses.fields(Options) if option.name not in ("max_steps", "tol")

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 
 import revdeq
 from revdeq import kernels
-from revdeq._solver.solve import refuse_device
+from revdeq._solver.state import refuse_device
 from revdeq.examples import ddp, needs
 from revdeq.kernels import Radix, backends, cpu, operators, reference_exact
 from revdeq.models import ConvBlock, LanguageModel, MultiScale, PuzzleModel, SingleScale, Transformer

@@ -39,7 +39,8 @@ class Call:
             z = state[0] if self._is_a_tensor else tree_unflatten(state, self._spec)
             result = self._run(z, *self._args)
         outputs = flattened(result, state, self._spec)
-        self.changes_its_input |= any(_version(x) != version or version < 0 for x, version in zip(state, before))
+        if before != [*map(_version, state)] or -1 in before:
+            self.changes_its_input = True
         return outputs
 
     @contextlib.contextmanager

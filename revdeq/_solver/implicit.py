@@ -4,8 +4,8 @@ At z = f(z, x), a loss with the gradient g by z has the gradient u df/dx by x, w
 
     u = J^T u + g        J = df/dz
 
-J^T has the eigenvalues of J, so that the beta and gamma that converge fastest forward do so here. f is evaluated once,
-at the last state, and its graph gives all of the products.
+J^T has the eigenvalues of J, so that the beta and gamma that converge fastest forward do so here. f is evaluated again
+once, where its last evaluation was, and the graph of that gives all of the products.
 """
 
 import math
@@ -16,20 +16,10 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from .adjoint import (
-    Iteration,
-    Outcome,
-    Totals,
-    as_forward,
-    dense,
-    graph_is_kept,
-    refuse_unsupported,
-    relax,
-    relax_norms,
-    scaled,
-)
-from .inputs import State
-from .replay import Linearisation, Replay
+from .private import graph_is_kept
+from .state import State, dense
+from .tape import Tape, backward, relax, relax_norms
+from .way_back import scaled
 
 
 @dataclass
@@ -46,66 +36,71 @@ class Adjoint:
 
 
 class Implicit(torch.autograd.Function):
-    """The last y and z as functions of f's inputs, as if they were the fixed point."""
+    """The last y and z, as if they were the fixed point, as functions of what f returned last."""
 
     @staticmethod
-    def forward(ctx: Any, it: Iteration, outcome: Outcome, adjoint: Adjoint, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.it, ctx.adjoint, ctx.size = it, adjoint, len(outcome.z)
+    def forward(ctx: Any, tape: Tape, adjoint: Adjoint, values: State, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.tape, ctx.adjoint, ctx.size = tape, adjoint, len(outputs)
         # Chosen here: a backward pass may run in a thread that does not see `with backend(...)`.
-        ctx.half_step = kernels.half_step_for(outcome.z[0].device, "float64")
+        ctx.half_step = kernels.half_step_for(outputs[0].device, "float64")
+        assert tape.last is not None
+        ctx.evaluation, ctx.given, ctx.outputs = tape.last
+        tape.last = None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*outcome.z_copy, *inputs)
-        return (*outcome.y_copy, *outcome.z_copy)
+        ctx.save_for_backward(*(x.detach() for x in ctx.given), *(x.detach() for x in outputs))
+        return tuple(values)
 
-    @staticmethod
-    @as_forward
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_unsupported(grads)
-        it, size = ctx.it, ctx.size
-        z = [x.detach() for x in ctx.saved_tensors[:size]]  # before anything that a first backward pass releases
-        inputs = it.f.inputs.tensors
+    @backward
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        tape, size = ctx.tape, ctx.size
+        read, before = ctx.saved_tensors[:size], ctx.saved_tensors[size:]
         # y and z are the same fixed point, and so their gradients add up.
-        by_y, by_z = ([scaled(g, 1, x) for g, x in zip(part, z, strict=True)] for part in (grads[:size], grads[size:]))
+        by_y, by_z = (
+            [scaled(g, 1, x) for g, x in zip(part, read, strict=True)] for part in (grads[:size], grads[size:])
+        )
         seeds = [y.add_(z) for y, z in zip(by_y, by_z, strict=True)]
-        totals = Totals(inputs)
-        replay = Replay(it.f)
-        with replay.running():
-            linear = replay.linearise([x.clone() for x in z])
-            if it.monitor is not None:
-                assert it.norms is not None
-                it.monitor.judge_repetition(linear.distance(), it.norms, it.scheme.step.b, z[0].dtype)
-            totals.add(linear.by_inputs(_solved(it, ctx.half_step, linear, seeds, ctx.adjoint)))
-        input_grads = it.f.shards.deliver(inputs, totals.rounded())
-        if it.monitor is not None:
-            it.monitor.judge_convergence(ctx.adjoint.residual)
+        ctx.evaluation.values = None
+        with tape.f.as_before(ctx.evaluation.leaves()), ctx.evaluation.again():
+            now = [x.detach() for x in tape.f([x.clone().requires_grad_() for x in read])]
+        if tape.monitor is not None:
+            tape.monitor.judge_same(now, before)
+        u = _solved(ctx, seeds)
+        if tape.monitor is not None:
+            tape.monitor.judge_convergence(ctx.adjoint.residual)
         if not graph_is_kept():
-            it.f.release()
-        return (None, None, None, *input_grads)
+            del tape.f  # and what it closes over: there will be no other backward pass
+        return (None, None, None, *(x.to(out.dtype) for x, out in zip(u, now, strict=True)))
 
 
-def _solved(it: Iteration, half_step: Any, linear: Linearisation, seeds: State, adjoint: Adjoint) -> State:
+def _solved(ctx: Any, seeds: State) -> State:
     """u, by the same half-steps as forward, from g. Nothing is undone, so that its states are float64."""
-    step = it.scheme.step
+    tape, adjoint = ctx.tape, ctx.adjoint
+    step, options = tape.scheme.step, tape.options
     y_copy, z_copy = [[g.clone() for g in seeds] for _ in range(2)]
     relax_y, relax_z = [
-        [half_step(g.to(torch.float64, copy=True), c) for g, c in zip(seeds, copy, strict=True)]
+        [ctx.half_step(g.to(torch.float64, copy=True), c) for g, c in zip(seeds, copy, strict=True)]
         for copy in (y_copy, z_copy)
     ]
+    sources = [i for i, x in enumerate(ctx.outputs) if x.requires_grad]
 
     def mapped(u: State) -> State:
-        return [torch.add(g, v) for g, v in zip(seeds, dense(linear.by_state(u), u), strict=True)]
+        outputs = [ctx.outputs[i] for i in sources]
+        # The seeds are copied: a hook in f may change its gradient in place.
+        given = [u[i].to(x.dtype, copy=True) for i, x in zip(sources, outputs, strict=True)]
+        products = torch.autograd.grad(outputs, ctx.given, given, retain_graph=True, allow_unused=True)
+        return [torch.add(g, v) for g, v in zip(seeds, dense(products, u), strict=True)]
 
     adjoint.steps = 0
     while True:
         adjoint.steps += 1
         relax(relax_y, mapped(z_copy), z_copy, step)
-        last = adjoint.steps == it.options.max_steps
-        if not last and it.options.tol is None:
+        last = adjoint.steps == options.max_steps
+        if not last and options.tol is None:
             relax(relax_z, mapped(y_copy), y_copy, step)
             continue
         change, value = relax_norms(relax_z, mapped(y_copy), y_copy, step).sqrt()
         adjoint.residual = change / value.clamp(min=torch.finfo(value.dtype).tiny)
-        if last or (it.options.tol is not None and _has_arrived(adjoint.residual, it.options.tol)):
+        if last or (options.tol is not None and _has_arrived(adjoint.residual, options.tol)):
             return z_copy
 
 

@@ -27,22 +27,23 @@ MODIFIED = (
 
 OTHER_TENSORS = (
     "f used another tensor of shape {shape} that requires a gradient in the backward pass than in the forward pass, "
-    "with other numbers (a closure whose variables were changed after the solve? torch.func.functional_call or a cached "
-    "parametrization around the forward pass alone?): leave what f closes over as it is until the backward pass, or "
-    "pass these tensors to f through `args`, or make f a module of its own"
+    "with other numbers (a closure whose variables were changed after the solve? torch.func.functional_call or a "
+    "cached parametrization around the forward pass alone?): leave what f closes over as it is until the backward "
+    "pass, or pass these tensors to f through `args`, or make f a module of its own"
 )
 
 OTHER_COUNT = (
-    "f does not compute the same when it is called again: it saved {again} tensors for its derivative in the backward pass, and {before} in the forward pass, in evaluation "
-    "{number} (a cache that its first evaluation fills, such as a cached parametrization around the forward pass alone? "
-    "a choice by a counter or by random numbers of Python? .eval() or requires_grad_() since then?): what f computes must depend on its "
-    "arguments only; fill a cache before the solve, by calling f once"
+    "f does not compute the same when it is called again: in the backward pass it saved {again} tensors for its "
+    "derivative, and in the forward pass {before}, in evaluation {number} (a cache that its first evaluation fills? a "
+    "cached parametrization around the forward pass alone? a choice by a counter, or by random numbers of Python? "
+    ".eval() or requires_grad_() since then?): what f computes must depend on its arguments only; a cache is to be "
+    "filled before the solve, by calling f once"
 )
 
 CHANGED = (
-    "a tensor of shape {shape}, on which f depends and which requires a gradient, was changed in place between the "
-    "forward and the backward pass (a step of an optimizer?), so that the gradient would be that of another f: change "
-    "it after the backward pass"
+    "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
+    "{shape}, on which f depends, was changed between the forward and the backward pass (a step of an optimizer?), so "
+    "that the gradient would be that of another f; change it after the backward pass"
 )
 
 
@@ -112,6 +113,11 @@ class Evaluation:
     @property
     def is_recorded(self) -> bool:
         return self._home is not None
+
+    @property
+    def is_within_another(self) -> bool:
+        """Whether its solve is within the f of another one."""
+        return self._home is not None and self._home.is_within
 
     def __enter__(self) -> None:
         """Around the first time."""

@@ -16,12 +16,21 @@ def current_pass() -> int:
 _graph_task: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
 
 
+def graph_is_kept() -> bool:
+    """Whether the backward pass that is running has retain_graph=True, so that what was saved may not be changed, and f
+    may be needed once more. Without it, it counts as kept: the states are copied, and f is freed with the graph."""
+    return _keep_graph() if _keep_graph is not None else True
+
+
+_keep_graph: Callable[[], bool] | None = getattr(
+    getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None
+)
+
+
 def is_batched(x: Tensor) -> bool:
     """Whether x is a gradient under vmap, whose address no kernel can take. Without it, torch refuses the address."""
     functorch = getattr(torch._C, "_functorch", None)
-    return functorch is not None and (
-        functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
-    )
+    return functorch is not None and (functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x))
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,8 +16,8 @@ from ..kernels import reference_exact as exact
 from ..kernels.half_step import Coefficients, HalfStep
 from ..kernels.radix import LARGEST_DENOMINATOR, Radix
 from .deferred import report, settle
-from .inputs import State
 from .options import Exact, Options
+from .state import State
 
 
 class Scheme(abc.ABC):

@@ -1,26 +1,24 @@
 """revdeq.solve: the fixed point of f by the reversible iteration, with exact gradients in constant memory."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from ..kernels.half_step import DTYPES, Coefficients
-from .adjoint import NORM_FLOOR, Iteration, Outcome, Reversible, iterate
+from ..kernels.half_step import Coefficients
+from .call import Call
 from .deferred import settle
-from .function import Function
 from .implicit import Adjoint, Implicit
-from .inputs import CarriedOver
 from .monitor import Monitor, call_site
 from .options import options_from, with_options
+from .private import untraced
 from .scheme import rounded_coefficients, scheme_for
+from .state import checked_state
+from .tape import NORM_FLOOR, Tape
 from .unrolled import has_fakes, is_traced, unrolled
 
 
@@ -136,54 +134,18 @@ def _solve(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict
         setting = f"beta = {scheme.beta:.6g}, N = {options.max_steps} steps"
         monitor = Monitor(options.check, call_site(), setting, scheme.name, scheme.resolution, scheme.remedy)
 
-    if os.environ.get("REVDEQ_TAPE"):
-        from .call import Call
-        from .tape import Tape
-        from .implicit_tape import Implicit as Implicit2
-
-        tape = Tape(Call(f, initial, spec, args), initial, scheme, options, monitor)
-        y, z = tape.run(initial)
-        adjoint = None
-        if torch.is_grad_enabled() and options.gradient == "implicit" and tape._needed:
-            adjoint = Adjoint()
-            last = Implicit2.apply(tape, adjoint, [*y, *z], *tape.outputs)
-            y, z = last[: len(initial)], last[len(initial) :]
-        assert tape.norms is not None
-        change, value = tape.norms.sqrt()
-        return Solution(
-            z=tree_unflatten(z, spec), y=tree_unflatten(y, spec), steps=tape.steps,
-            residual=change / (value + NORM_FLOOR), beta=scheme.beta, gamma=scheme.gamma, state=scheme.name,
-            adjoint=adjoint,
-        )
-
-    def iterated() -> tuple[Iteration, Outcome]:
-        function = Function(
-            f, initial, spec, args,
-            keep=options.keep, reads_again=scheme.step.c != 0, first_only=options.gradient == "implicit",
-        )  # fmt: skip
-        it = Iteration(function, scheme, options, monitor)
-        return it, iterate(it, initial)
-
-    try:
-        it, outcome = iterated()
-    except CarriedOver:  # a cache that f has filled is there now, and its content is like any captured tensor
-        it, outcome = iterated()
-    it.f.end()
-    last = (*outcome.y_copy, *outcome.z_copy)
-    inputs, adjoint = it.f.inputs.tensors, None
-    if it.f.graph and options.gradient == "implicit" and inputs:
+    tape = Tape(Call(f, initial, spec, args), initial, scheme, options, monitor)
+    y, z, adjoint = *tape.run(initial), None
+    if tape.last is not None:  # the gradient is that of the fixed point
         adjoint = Adjoint()
-        last = Implicit.apply(it, outcome, adjoint, *inputs)
-    elif it.f.graph and options.gradient == "exact" and (inputs or any(x.requires_grad for x in initial)):
-        last = Reversible.apply(it, outcome, *initial, *inputs)
-
-    y, z = last[: len(initial)], last[len(initial) :]
-    assert it.norms is not None
-    change, value = it.norms.sqrt()
+        last = Implicit.apply(tape, adjoint, [*y, *z], *tape.last.outputs)
+        y, z = last[: len(initial)], last[len(initial) :]
+    assert tape.norms is not None
+    change, value = tape.norms.sqrt()
     return Solution(
         z=tree_unflatten(z, spec),
         y=tree_unflatten(y, spec),
-        steps=it.steps,
+        steps=tape.steps,
         residual=change / (value + NORM_FLOOR),
         beta=scheme.beta,
         gamma=scheme.gamma,
@@ -193,7 +155,7 @@ def _solve(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict
 
 
 # In a compiled model the solve is one graph break. (torch.compiler.disable would import the compiler at once.)
-_solve_untraced = _disable_dynamo(_solve)
+_solve_untraced = untraced(_solve)
 
 
 def _solve_traceably(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Solution:
@@ -226,39 +188,3 @@ def checked_f(f: Any) -> Callable[..., Any]:
     if not callable(f):
         raise TypeError(f"f = {f!r} must be callable: a module, or a function f(z, *args)")
     return f
-
-
-def refuse_device(name: str, device: torch.device) -> None:
-    if device.type == "meta":
-        raise ValueError(f"{name} is on the meta device, where nothing is computed: move it to a real one")
-    if device.type == "mps":
-        raise ValueError(f"{name} is on {device}, which has no float64 to keep the states in: move it and f to the CPU")
-
-
-def checked_state(z0: Any) -> tuple[list[Tensor], Any]:
-    """The tensors of z0, and its structure."""
-    paths, spec = tree_flatten_with_path(z0)
-    if not paths:
-        raise ValueError(f"z0 = {z0!r} has no tensor in it: pass a tensor, or a tuple, list or dict of tensors")
-    leaves = []
-    for path, x in paths:
-        name = f"z0{keystr(path)}"
-        if not isinstance(x, Tensor):
-            raise TypeError(
-                f"{name} is of type {type(x).__name__}: it must be a tensor (or a tuple, list or dict of tensors)"
-            )
-        if x.dtype not in DTYPES:
-            remedy = f"torch.view_as_real({name})" if x.is_complex() else f"{name}.float()"
-            raise TypeError(f"{name} is {x.dtype}: it must be float32, float64, bfloat16 or float16; use {remedy}")
-        if is_traceable_wrapper_subclass(x):
-            raise TypeError(f"{name} is a {type(x).__name__}, which holds other tensors: solve for those")
-        if x.layout != torch.strided:
-            raise TypeError(f"{name} has layout {x.layout}: it must be dense; convert it with {name}.to_dense()")
-        if x.device != paths[0][1].device:
-            raise ValueError(
-                f"{name} is on {x.device} and the first tensor of z0 on {paths[0][1].device}: use one device"
-            )
-        refuse_device(name, x.device)
-        # A tensor made in inference mode cannot be saved for the backward pass; its copy can.
-        leaves.append(x.clone() if x.is_inference() and torch.is_grad_enabled() else x.resolve_neg())
-    return leaves, spec

@@ -7,9 +7,8 @@ gamma = 1):
 
 Half-step k, and evaluation k of f, move y where k is even and z where it is odd, from 0 on. Autograd records all of it,
 but for the tensors that f would save (places.py). Backward, its engine walks the graph. When it comes to the node of
-half-step k, the half-step after it is undone (equation 6) while the adjoints follow (Algorithm 1), f is evaluated again
-where evaluation k was, and the engine goes on through f by itself, to whatever f depends on. One evaluation's tensors
-are there at a time.
+half-step k, the half-step after it is undone, f is evaluated again where evaluation k was (way_back.py), and the engine
+goes on through f by itself, to whatever f depends on.
 """
 
 import collections
@@ -19,22 +18,22 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _device
-from ..kernels import reference
 from ..kernels.backends import together
 from .call import Call
 from .context import OnceMore
-from .monitor import Monitor, apart, typical_magnitude
+from .monitor import Monitor
 from .options import Options
 from .places import Evaluation, Home
 from .private import current_pass, is_batched, untraced
 from .scheme import Scheme
-from .state import State, dense, laid_out_like
+from .state import State, laid_out_like
+from .way_back import WayBack
 
 NORM_FLOOR = 1e-5
 """Added to the norm of the state in the relative change, so that a solution of zero can be reached."""
@@ -43,28 +42,38 @@ ANNOUNCED = 32
 """Steps that a solve with a tolerance is prepared for at first: it may be content long before `max_steps`."""
 
 
+class Last(NamedTuple):
+    """The last evaluation of f, with its graph."""
+
+    evaluation: Evaluation
+    given: State
+    outputs: State
+
+
 class Tape:
     """One solve: forward it steps y and z, and backward it undoes them as autograd asks.
 
-    steps: those that were taken. norms: the squared 2-norms of the last change of z and of z.
-    at: how many half-steps y and z are ahead of the initial state, on the way back.
+    initial: y and z before the first step. steps: those that were taken.
+    norms: the squared 2-norms of the last change of z and of z.
+    first: the step where the way back ends, and `end` what f read of z there, if that is not the initial state.
+    last: for an implicit gradient, where f depends on anything that needs one.
     """
 
-    def __init__(
-        self, f: Call, initial: State, scheme: Scheme, options: Options, monitor: Monitor | None
-    ) -> None:
+    def __init__(self, f: Call, initial: State, scheme: Scheme, options: Options, monitor: Monitor | None) -> None:
         self.f, self.scheme, self.options, self.monitor = f, scheme, options, monitor
         self.initial = [x.detach() for x in initial]
         self._versions = [(weakref.ref(x), x._version) for x in initial if not x.is_inference()]
-        self.steps = 0
+        self.steps = self.first = 0
+        self.end: State = []
         self.norms: Tensor | None = None
-        self.home: Home | None = Home(self)  # until the forward pass has ended: the graph holds it
-        self._evaluating = self._stores = False
-        self._kept: collections.deque[Evaluation] = collections.deque()
-        self._last: Evaluation | None = None
-        self._needed = False
+        self.last: Last | None = None
+        self.evaluating = False
         self.half_steps: tuple[list[Any], list[Any]] = ([], [])
-        self._back: _WayBack | None = None
+        self._home: Home | None = Home(self)  # until the forward pass has ended: from then on the graph holds it
+        self._evaluation: Evaluation | None = None  # the last one, likewise
+        self._needed = self._stores = False
+        self._kept: collections.deque[Evaluation] = collections.deque()
+        self._way_back: WayBack | None = None
         self._end: Callable[[], Any] = lambda: None
         self._lock = threading.RLock()
 
@@ -77,143 +86,137 @@ class Tape:
         if self.options.tol is None and _device.can_look(self.initial[0]):
             assert self.norms is not None
             if not math.isfinite(relative_change(*self.norms.tolist())):
-                return self._run(z0, look=True)  # once more, to say at which step
-        return last
+                last = self._run(z0, look=True)  # once more, to say at which step
+        self.f.end()
+        y, z = last
+        values = [x.detach() for x in (*y, *z)]
+        if self._needed and self.options.gradient == "exact":
+            values = list(_End.apply(self, self._home, values, *z))
+        elif not self._needed:
+            self.last = None
+        self.half_steps, self._home, self._evaluation = ([], []), None, None
+        return values[: len(y)], values[len(y) :]
 
     def _run(self, z0: State, look: bool) -> tuple[State, State]:
-        options, step, max_steps = self.options, self.scheme.step, self.options.max_steps
-        grad = torch.is_grad_enabled()
-        exact = grad and options.gradient == "exact"
+        """If `look`, test for convergence after each step (synchronises)."""
+        options, graph = self.options, torch.is_grad_enabled()
+        count = 2 * options.max_steps
+        exact = graph and options.gradient == "exact"
         # With a tolerance nobody knows yet where the way back will end.
-        self.first = max_steps - (options.backward_steps or max_steps) if exact and options.tol is None else 0
-        self.end: State = []
-        self.steps, self._needed = 0, exact and any(x.requires_grad for x in z0)
+        undone = options.max_steps if options.tol is not None else options.backward_steps or options.max_steps
+        self.steps, self.first = 0, options.max_steps - min(undone, options.max_steps) if exact else 0
+        turn = 2 * self.first if exact else count
+        self._needed = exact and turn == 0 and any(x.requires_grad for x in z0)
         self._kept.clear()
-        origin = torch.empty(0, device="cpu", requires_grad=True) if grad else None
+        origin = torch.empty(0, device="cpu", requires_grad=True) if graph else None
 
-        def recorded(k: int) -> bool:
-            """Whether evaluation k is a part of the graph: for an implicit gradient the last one, whichever that is."""
-            if exact:
-                return k >= 2 * self.first
-            return grad and k % 2 == 1 and (look or k == 2 * max_steps - 1)
+        def given(k: int, read: State) -> State:
+            """What f reads, in memory of its own. In grad mode it needs a gradient, whether or not z0 does."""
+            if k > turn:
+                return read
+            if k == turn == 0:
+                return list(_Begin.apply(self._home, origin, *z0))
+            read = [x.clone() for x in read] if k == 0 else read
+            return list(_Begin.apply(None, origin, *read)) if graph else read
 
-        def begun(k: int, read: State) -> State:
-            """What f reads where the graph begins."""
-            if exact and k == 0:
-                return list(_Begin.apply(self.home, True, origin, *z0))
-            return list(_Begin.apply(None, False, origin, *read))
-
-        read: State = self.initial
-        for k in range(2 * max_steps):
-            starts = grad and (k == 2 * self.first or not exact or k < 2 * self.first)
-            given = begun(k, read) if starts else [x.clone() for x in read] if k == 0 else read
-            outputs = self._first(z0, given, begun if starts else None, recorded(0)) if k == 0 else None
-            if outputs is None:
-                outputs = self._evaluate(k, given, recorded(k))
+        read = self.initial
+        for k in range(count):
+            may_be_last = k % 2 == 1 and (look or k == count - 1)
+            record = k >= turn or (graph and may_be_last)
             if k == 0:
-                self._bind(outputs, read, look)
-            norms = k % 2 == 1 and (look or k == 2 * max_steps - 1)
-            last, source = read, self.initial if k == 0 else read
-            if exact and recorded(k):
-                read = list(_Relax.apply(self, self.home, self._last, norms, source, *outputs, *given))
+                f_reads, outputs = self._first(lambda: given(0, self.initial), record)
+                self._bind(outputs)
             else:
-                if grad and recorded(k):
-                    self.outputs, self.given = outputs, given
-                with torch.no_grad():
-                    read = self.step(k, [x.detach() for x in outputs], source, norms)
-            del outputs, given
+                f_reads = given(k, read)
+                outputs = self._evaluate(k, f_reads, record)
+            before = read
+            if k >= turn:
+                read = list(_Relax.apply(self, self._home, self._evaluation, may_be_last, before, *outputs, *f_reads))
+            else:
+                self.last = Last(self._evaluation, f_reads, outputs) if record else None
+                read = self.step(k, [x.detach() for x in outputs], before, may_be_last)
+            del outputs, f_reads
             if k % 2 == 0:
                 continue
             self.steps += 1
             if look and self._has_arrived():
                 break
             if self.steps == self.first:
-                self.end = [x.detach().clone() for x in read]
-        if options.tol is not None and options.backward_steps:
+                self.end = [x.clone() for x in read]
+        if exact and options.tol is not None and options.backward_steps is not None:
             self.first = self.steps - min(options.backward_steps, self.steps)
         if not look:
             self.scheme.check([*self.half_steps[0], *self.half_steps[1]])
         if self.f.changes_its_input:  # the last y, too
-            last = self.scheme.read([h.state for h in self.half_steps[0]], last)
-        return self._ended(last, read, exact)
+            before = self.scheme.read([h.state for h in self.half_steps[0]], before)
+        return before, read
 
-    def _ended(self, y: State, z: State, exact: bool) -> tuple[State, State]:
-        values = [x.detach() for x in (*y, *z)]
-        if exact and self._needed:
-            values = list(_End.apply(self, self.home, values, *z))
-        self.f.end()
-        self.half_steps, self.home = ([], []), None  # the states are saved in the graph
-        if exact:
-            self._last = None
-        return values[: len(y)], values[len(y) :]
-
-    def _first(self, z0: State, given: State, begun: Any, record: bool) -> State:
-        """The first evaluation, which may have to be repeated."""
+    def _first(self, given: Callable[[], State], record: bool) -> tuple[State, State]:
+        """What f read in the first evaluation, which may have to be repeated, and what it returned."""
         while True:
+            f_reads = given()
             try:
                 with self.f.first(self.options.tol is not None):
-                    return self._evaluate(0, given, record)
+                    return f_reads, self._evaluate(0, f_reads, record)
             except OnceMore:
-                pass
+                continue
             except RuntimeError as error:
                 if "saved tensor hooks" not in str(error) or self._stores:
                     raise
-                self._stores = True  # torch.func inside f allows for none: the graph of this solve is stored
-            given = begun(0, z0) if begun is not None else [x.clone() for x in self.initial]
+                self._stores = True  # torch.func inside f does not let us leave out anything: the graph is stored
 
     def _evaluate(self, k: int, read: State, record: bool) -> State:
-        nodes = {x.grad_fn for x in read}
-        spared = self.f.changes_its_input and self.scheme.step.c != 0 and k > 0
-        changed = self.f.changes_its_input
-        given = [x.clone() for x in read] if spared else read
-        self._evaluating = True
-        evaluation = Evaluation(self.home if record else None, k)
-        hooks: Any = evaluation if torch.is_grad_enabled() and not self._stores else contextlib.nullcontext()
+        """f's outputs. With `record`, they are part of the graph, which the evaluation's tensors are left out of."""
+        f, mixes = self.f, self.scheme.step.c != 0
+        known = f.changes_its_input
+        spared = [x.clone() for x in read] if known and mixes and k > 0 else read
+        evaluation = Evaluation(self._home if record else None, k)
         if record:
             torch.clear_autocast_cache()  # a cast that two evaluations share would sum their gradients in its precision
+        leaves_out = torch.is_grad_enabled() and not self._stores
+        self.evaluating = True
         try:
-            with hooks:
-                outputs = self.f(given)
+            with evaluation if leaves_out else contextlib.nullcontext():
+                outputs = f(spared)
         except BaseException:
             evaluation.empty()
             raise
         finally:
-            self._evaluating = False
-        if k > 0 and self.scheme.step.c and self.f.changes_its_input and not changed:
+            self.evaluating = False
+        if mixes and k > 0 and f.changes_its_input and not known:
             raise RuntimeError(
                 "f changes its input in place, and did not in its first evaluation: let it do so always, or never"
             )
-        if not record:
-            evaluation.empty()
-            return outputs
-        self._needed = self._needed or _leads_to_a_leaf(outputs, nodes)
-        self._last = evaluation
-        keep = 0 if self.home.is_within else self.options.keep
+        self._evaluation = evaluation
+        self._needed = self._needed or (record and _leads_to_a_leaf(outputs, read))
+        keep = 0 if not record or evaluation.is_within_another else self.options.keep
         if self._stores or keep:
             evaluation.values = [x.detach() for x in outputs]
-        if not keep and not self._stores:
-            evaluation.empty()
-        elif keep and not self._stores:
+        if keep:
             self._kept.append(evaluation)
-            if len(self._kept) > keep:
-                self._kept.popleft().empty()
+            evaluation = self._kept.popleft() if len(self._kept) > keep else None  # type: ignore[assignment]
+        if evaluation is not None and not self._stores:
+            evaluation.empty()
         return outputs
 
-    def _bind(self, outputs: State, read: State, look: bool) -> None:
-        like = laid_out_like(outputs, read)
-        announced = min(self.options.max_steps, ANNOUNCED) if self.options.tol is not None else self.options.max_steps
+    def _bind(self, outputs: State) -> None:
+        """The half-steps, in the layout of f's outputs."""
+        like, has_tolerance = laid_out_like(outputs, self.initial), self.options.tol is not None
+        announced = min(self.options.max_steps, ANNOUNCED) if has_tolerance else self.options.max_steps
         y = self.scheme.start(self.initial, like)
         z = [x.clone() for x in y]
         self.half_steps = self.scheme.bind(y, like, announced), self.scheme.bind(z, like, announced)
-        if self.options.tol is None:
+        if not has_tolerance:
             self.scheme.make_room([*self.half_steps[0], *self.half_steps[1]])
 
     def step(self, k: int, outputs: State, read: State, norms: bool) -> State:
-        """Half-step k. What f reads of the state that it moves."""
+        """Half-step k: what f reads of the state that it moves, in new memory."""
         half_steps, step = self.half_steps[k % 2], self.scheme.step
-        copies = [torch.empty_like(h.copy) for h in half_steps]
-        for h, c in zip(half_steps, copies, strict=True):
-            h.write_to(c)
+        copies = []
+        for half_step in half_steps:
+            copy = torch.empty_like(half_step.copy)
+            half_step.write_to(copy)
+            copies.append(copy)
         if norms:
             self.norms = relax_norms(half_steps, outputs, read, step)
         else:
@@ -234,49 +237,51 @@ class Tape:
             )
         return self.options.tol is not None and residual <= self.options.tol
 
-    # Backward
+    # Backward, as the engine walks
 
-    def turns(self, ctx: Any, grads: Sequence[Tensor | None]) -> None:
-        """The engine comes to the end of the iteration, with gradients by the last y and z."""
-        self._back = _WayBack(self, ctx, list(map(_restored, ctx.saved_tensors, ctx.like)), grads)
+    def turn(self, ctx: Any, grads: Sequence[Tensor | None]) -> None:
+        """It comes to the end of the iteration, with gradients by the last y and z."""
+        self._refuse_changed_start()
+        self._way_back = WayBack(self, _states(ctx), grads)
 
     def back(self, evaluation: Evaluation, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The engine comes to the half-step after an evaluation, with gradients by what f reads of the state that it
-        moved. Returns those by what f returned."""
+        """It comes to the half-step after an evaluation, with gradients by what f reads of the state that it moved.
+        Returns those by what f returned."""
         with self._lock:
-            return self._way_back().undo(evaluation, grads)
+            return self._in_this_pass().undo(evaluation, grads)
 
-    def begins(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The engine comes to the initial state. Returns gradients by it."""
-        way = self._back
-        if self.first:
+    def reaches(self, evaluation: Evaluation) -> bool:
+        """It comes to the inside of an evaluation whose tensors are not there. Whether any gradient flows there."""
+        with self._lock:
+            return self._in_this_pass().reach(evaluation)
+
+    def arrive(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """It comes to the initial state. Returns the gradients by it."""
+        if self.first > 0:
             return [None] * len(grads)
-        if way is None or way.task != current_pass() or way.adjoint is None:
+        way = self._way_back
+        if way is None or way.number != current_pass() or way.adjoint is None:
             return grads
         return way.initial_grads(grads)
 
-    def reaches(self, evaluation: Evaluation) -> bool:
-        """The engine comes to the inside of an evaluation whose tensors are not there. Not if there is no gradient."""
-        with self._lock:
-            return self._way_back().reach(evaluation)
-
-    def _way_back(self) -> "_WayBack":
-        if self._evaluating:
+    def _in_this_pass(self) -> WayBack:
+        if self.evaluating:
             raise RuntimeError(
-                "f asks for a derivative by a tensor on which its state z depends, too, so that the derivative would go "
+                "f asks for a derivative by a tensor on which its state z depends, too, so that it would go "
                 "through all evaluations before: ask for it at z.detach().requires_grad_(), where z counts as given"
             )
-        if self._back is None or self._back.task != current_pass():
+        if self._way_back is None or self._way_back.number != current_pass():
             ctx = self._end()
             if ctx is None:
                 raise RuntimeError(
                     "what f kept is all that is left of this solve, and its states are needed to undo its steps: keep "
                     "its solution until the backward pass, too"
                 )
-            self._back = _WayBack(self, ctx, [_restored(*row).clone() for row in zip(ctx.saved_tensors, ctx.like, strict=True)], None)
-        return self._back
+            self._refuse_changed_start()
+            self._way_back = WayBack(self, _states(ctx), None)
+        return self._way_back
 
-    def refuse_changed_start(self) -> None:
+    def _refuse_changed_start(self) -> None:
         if any((x := ref()) is not None and x._version != version for ref, version in self._versions):
             raise RuntimeError(
                 "z0 was changed in place after the solve, and is where the backward pass ends: solve from z0.clone(), "
@@ -284,223 +289,7 @@ class Tape:
             )
 
 
-class _WayBack:
-    """One backward pass through a tape.
-
-    at: how many half-steps y and z are ahead of the initial state. read: what f read in evaluation at - 1.
-    out: what it returned, once it was evaluated again. adjoint: of y and z, multiplied by b, so that they are the seeds
-    of the next products; None as long as no gradient has come. An adjoint's decay by a waits for the pass that adds to
-    it.
-    """
-
-    def __init__(self, tape: Tape, ctx: Any, saved: State, grads: Sequence[Tensor | None] | None) -> None:
-        tape.refuse_changed_start()
-        self.tape, self.scheme, self.task = tape, tape.scheme, current_pass()
-        self._ctx, self._saved, self._grads = ctx, saved, grads
-        self.at, self.adjoint, self.out = 2 * tape.steps, None, None
-        self._filled: Evaluation | None = None
-        self._leaves: State | None = None
-        self._spares_seeds: bool | None = None  # not known before the first product
-        self._seeds: list[tuple[Tensor, int]] = []
-        self._maxima: State = []
-        self._loaded = False
-
-    def _load(self) -> None:
-        """When the engine has left the node that saved the states: if it has freed them, they are ours to change."""
-        tape, size, step = self.tape, len(self.tape.initial), self.scheme.step
-        saved, self._saved, self._loaded = self._saved, [], True
-        self.keeps = self._grads is None or _is_kept(self._ctx)
-        if self.keeps and self._grads is not None:
-            saved = [x.clone() for x in saved]
-        self._ctx = None
-        spills = len(saved) // (2 * size) - 1
-        spilled = [saved[2 * size + i * spills :][:spills] for i in range(2 * size)]
-        y, z = saved[:size], saved[size : 2 * size]
-        self.read = self.scheme.read(y, tape.initial)
-        self._half_steps = (
-            self.scheme.bind(y, self.read, tape.steps, spilled[:size]),
-            self.scheme.bind(z, self.read, tape.steps, spilled[size:]),
-        )
-        watched = tape.monitor is not None and (tape.first == 0 or tape.end)
-        self._sizes = [typical_magnitude(x) for x in self.read] if watched else []
-        self._seen = self._sizes
-        if self._grads is not None:
-            by_y = [_scaled(g, step.b / step.a, x) for g, x in zip(self._grads[:size], self.read, strict=True)]
-            by_z = [_scaled(g, step.b, x) for g, x in zip(self._grads[size:], self.read, strict=True)]
-            self.adjoint, self._grads = (by_y, by_z), None
-
-    def undo(self, evaluation: Evaluation, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        if not self._loaded:
-            self._load()
-        k = evaluation.k
-        if k < 2 * self.tape.first:
-            return [None] * len(grads)
-        self._look_at_seeds()
-        if self.out is not None and self.at == k + 2:
-            self._undo(grads)
-        else:
-            self._go_to(k + 1)
-            self._add(k % 2, grads)
-        if self.out is None:
-            self._evaluate(evaluation)
-        if k == 2 * self.tape.first:
-            self._arrive()
-        return self._seeded(k % 2)
-
-    def reach(self, evaluation: Evaluation) -> bool:
-        if not self._loaded:
-            self._load()
-        if evaluation.k < 2 * self.tape.first:
-            return False
-        if self.at == evaluation.k + 1 and self._filled is evaluation:
-            return True
-        if self.adjoint is not None:
-            raise RuntimeError(
-                "a gradient arrives at an evaluation of f that the backward pass has not come to yet, or has left behind"
-            )
-        self._go_to(evaluation.k + 1)
-        self._evaluate(evaluation)
-        return True
-
-    def _go_to(self, at: int) -> None:
-        """Without products: no gradient has come yet."""
-        if self.at < at or (self.at > at and self.adjoint is not None):
-            raise RuntimeError("the backward pass comes to the steps of a solve in another order than theirs")
-        while self.at > at:
-            if self.out is None:
-                self._evaluate(Evaluation(None, self.at - 1))
-            half_steps = self._half_steps[(self.at - 1) % 2]
-            for h, out in zip(half_steps, self._outputs(), strict=True):
-                h.invert(out, self.scheme.step)
-            self._leave()
-
-    def _add(self, which: int, grads: Sequence[Tensor | None]) -> None:
-        if self.adjoint is None and any(g is not None for g in grads):
-            zeros: Any = [[_scaled(None, 1, x) for x in self.read] for _ in range(2)]
-            self.adjoint = tuple(zeros)
-        for adjoint, g in zip(self.adjoint[which] if self.adjoint else (), grads, strict=False):
-            if g is not None:
-                adjoint.add_(g.to_dense(), alpha=self.scheme.step.b)
-
-    def _undo(self, grads: Sequence[Tensor | None]) -> None:
-        """The last half-step, and the product of its adjoint with the Jacobian of f."""
-        k, step = self.at - 1, self.scheme.step
-        if self.adjoint is None:
-            self.adjoint = tuple([_scaled(None, 1, x) for x in self.read] for _ in range(2))
-        adjoint, other = self.adjoint[1 - k % 2], self.adjoint[k % 2]
-        rows = zip(self._half_steps[k % 2], self._outputs(), adjoint, dense(grads, self.read), other, strict=True)
-        with together(len(self.read)):
-            if k > 1 or not self._sizes:
-                for h, out, a, v, o in rows:
-                    h.invert_adjoint(out, a, v, o, step, step)
-            else:
-                for (h, out, a, v, o), x, size in zip(rows, self.tape.initial, self._sizes, strict=True):
-                    self._maxima.append(h.invert_compare(out, x, size, a, v, o, step, step))
-        if k == 1:  # the initial state is known: use it, not its reconstruction
-            for c, x in zip(self.read, self.tape.initial, strict=True):
-                c.copy_(x)
-        self._leave()
-
-    def _leave(self) -> None:
-        """An evaluation whose half-step is undone."""
-        if self._filled is not None and not (self.keeps and self._filled.values is not None):
-            self._filled.empty(self.read[0].device)
-        self._filled, self.out = None, None
-        self.at -= 1
-
-    def _evaluate(self, evaluation: Evaluation) -> None:
-        """f once more where evaluation at - 1 was, unless what it saved was kept."""
-        tape, f = self.tape, self.tape.f
-        if evaluation.values is not None:
-            self.out, self._filled = evaluation.values, evaluation
-            return
-        # In another layout, f could compute other bits than it did.
-        read = [x.clone() for x in tape.initial] if self.at == 1 else self.read
-        if f.changes_its_input and self.scheme.step.c:
-            read = [x.clone() for x in read]
-        leaves = [x.detach().requires_grad_() for x in read]
-        tape._evaluating = True
-        try:
-            with f.as_before(self._leaves_of(evaluation)):
-                given = list(_Begin.apply(None, False, None, *leaves)) if f.changes_its_input else leaves
-                with evaluation.again() if evaluation.is_recorded else contextlib.nullcontext():
-                    self.out = [x.detach() for x in f(given)]
-        finally:
-            tape._evaluating = False
-        self._filled = evaluation
-        if self.at == 2 * tape.steps and self._sizes and self.scheme.resolution:
-            # A state too small for its own resolution is 0; what f made of it need not be.
-            self._seen = [torch.maximum(s, typical_magnitude(x)) for s, x in zip(self._sizes, self.out, strict=True)]
-
-    def _leaves_of(self, evaluation: Evaluation) -> State:
-        """Of one evaluation: the others depend on the same."""
-        if self._leaves is None and evaluation.is_recorded:
-            self._leaves = evaluation.leaves()
-        return self._leaves or []
-
-    def _arrive(self) -> None:
-        """At the initial state, or where the way back ends: the verdict."""
-        tape, step = self.tape, self.scheme.step
-        if self._sizes and tape.first == 0:
-            rows = zip(self._half_steps[0], self._outputs(), tape.initial, self._sizes, strict=True)
-            with together(len(self.read)):
-                self._maxima += [h.invert_compare(o, x, s, None, None, None, step, step) for h, o, x, s in rows]
-        elif self._sizes:
-            self._maxima += map(apart, self.read, tape.end, self._sizes)
-        if tape.monitor is not None:
-            assert tape.norms is not None
-            tape.monitor.judge(self._maxima, tape.norms, self._seen)
-        if not self.keeps:
-            del tape.f  # and what it closes over: there will be no other backward pass
-
-    def initial_grads(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        """z_0 starts both y and z."""
-        assert self.adjoint is not None
-        step, result = self.scheme.step, []
-        for yb, zb, g, x in zip(*self.adjoint, dense(grads, self.read), self.tape.initial, strict=True):
-            reference.update_adjoint(zb, g, yb, step)
-            result.append(((zb + step.a * yb) / step.b).to(x.dtype))
-        return result
-
-    def _seeded(self, which: int) -> list[Tensor | None]:
-        """The seeds are the adjoints themselves. A hook or a custom function in f that changes its gradient in place
-        would change them: after the first product it is known whether that happens."""
-        assert self.out is not None
-        if self.adjoint is None:
-            return [None] * len(self.out)
-        copy = not self._spares_seeds
-        seeds = [a.to(out.dtype, copy=copy) for a, out in zip(self.adjoint[which], self.out, strict=True)]
-        watched = seeds if self._spares_seeds is None else self.adjoint[which]
-        self._seeds = [(x, x._version) for x in watched]
-        if self._spares_seeds is None:
-            self._expected = [a for a in self.adjoint[which]]
-        return list(seeds)
-
-    def _look_at_seeds(self) -> None:
-        changed = any(x._version != version for x, version in self._seeds)
-        if self._spares_seeds is None and self._seeds:
-            same = all(map(_equal, (x for x, _ in self._seeds), self._expected))
-            self._spares_seeds = not changed and same
-        elif changed:
-            raise RuntimeError(
-                "f changes its gradient in place, and not in every evaluation (a hook, or the backward of a custom "
-                "function?), so that the solver's own adjoint was changed: write g.clamp(...) in place of g.clamp_(...)"
-            )
-        self._seeds, self._expected = [], []
-
-    def _outputs(self) -> State:
-        """f may return one part of its state as another, and the half-steps overwrite the parts one after the other."""
-        assert self.out is not None
-        if len(self.out) == 1:
-            return self.out
-        memory = {c.untyped_storage().data_ptr() for c in self.read}
-        return [o.clone() if o.untyped_storage().data_ptr() in memory else o for o in self.out]
-
-
 def relax(half_steps: list[Any], outputs: State, read: State, step: Any) -> None:
-    if len(half_steps) == 1:
-        half_steps[0].relax(outputs[0], read[0], step)
-        return
     with together(len(half_steps)):
         for half_step, out, x in zip(half_steps, outputs, read, strict=True):
             half_step.relax(out, x, step)
@@ -517,21 +306,29 @@ def relative_change(change: float, value: float) -> float:
     return math.sqrt(change) / (math.sqrt(value) + NORM_FLOOR)
 
 
-def _scaled(grad: Tensor | None, factor: float, like: Tensor) -> Tensor:
-    wide = torch.promote_types(like.dtype, torch.float32)
-    if grad is None:
-        return torch.zeros_like(like, dtype=wide)
-    return torch.empty_like(like, dtype=wide).copy_(grad).mul_(factor)
+def _leads_to_a_leaf(outputs: State, read: State) -> bool:
+    """Whether f depends on anything that needs a gradient, beside what it read."""
+    left: list[Any] = [x.grad_fn for x in outputs if x.requires_grad]
+    if any(node is None for node in left):  # f returns a leaf
+        return True
+    seen = {x.grad_fn for x in read}
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "torch::autograd::AccumulateGrad":
+            return True
+        seen.add(node)
+        left += [following for following, _ in node.next_functions]
+    return False
 
 
-def _equal(given: Tensor, seed: Tensor) -> bool:
-    """Also after a change that autograd does not count, unless a look would wait for the device."""
-    return not _device.can_look(seed) or torch.equal(given, seed.to(given.dtype))
+def _states(ctx: Any) -> State:
+    """What `_End` saved. A kernel gets the address of it, and a hook may give back another tensor."""
+    return [_restored(x, *like) for x, like in zip(ctx.saved_tensors, ctx.like, strict=True)]
 
 
-def _restored(x: Tensor, like: Any) -> Tensor:
-    """A kernel gets the address of a state that was saved, and a hook may give back another."""
-    dtype, shape, device, stride = like
+def _restored(x: Tensor, dtype: torch.dtype, shape: torch.Size, device: torch.device, stride: Any) -> Tensor:
     if (x.dtype, x.shape, x.device) != (dtype, shape, device):
         raise RuntimeError(
             f"a saved-tensor hook gave back {x.dtype} of shape {tuple(x.shape)} on {x.device} in place of {dtype} of "
@@ -544,34 +341,9 @@ def _restored(x: Tensor, like: Any) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(x)
 
 
-def _is_kept(ctx: Any) -> bool:
-    """Whether this backward pass runs with retain_graph=True: if not, the engine has freed what its last node saved."""
-    try:
-        return len(ctx.saved_tensors) > 0
-    except RuntimeError:
-        return False
-
-
-def _leads_to_a_leaf(outputs: State, stop: set[Any]) -> bool:
-    """Whether f depends on anything that needs a gradient, beside its state."""
-    left = [x.grad_fn for x in outputs if x.requires_grad]
-    if any(node is None for node in left):  # f returns a leaf
-        return True
-    seen = set(stop)
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "torch::autograd::AccumulateGrad":
-            return True
-        seen.add(node)
-        left += [following for following, _ in node.next_functions]
-    return False
-
-
-def _backward(function: Callable[..., Any]) -> Any:
-    """Around a backward pass: where it was started in inference mode, f would have no graph. And in a training step
-    that is compiled as a whole f would be compiled, which it was not when it ran before."""
+def backward(function: Callable[..., Any]) -> Any:
+    """Decorates the backward pass of a function of ours. Where it was started in inference mode, f would have no graph.
+    And in a training step that is compiled as a whole f would be compiled, which it was not when it ran before."""
 
     def run(ctx: Any, *grads: Tensor | None) -> Any:
         if torch.is_grad_enabled():
@@ -589,31 +361,32 @@ def _backward(function: Callable[..., Any]) -> Any:
         with torch.inference_mode(False), torch.no_grad():
             return function(ctx, *grads)
 
-    plain, outside = functools.wraps(function)(run), untraced(run)
-    return staticmethod(
-        lambda ctx, *grads: (outside if torch.compiler.is_compiling() else plain)(ctx, *grads)
-    )
+    outside = untraced(run)
+    return staticmethod(lambda ctx, *grads: (outside if torch.compiler.is_compiling() else run)(ctx, *grads))
 
 
 class _Begin(torch.autograd.Function):
-    """What f reads where the graph begins. origin: a leaf of no meaning, so that f's input needs a gradient always."""
+    """What f reads where a graph begins. With a home, it is the initial state, and that gets a gradient.
+
+    origin: a leaf of no meaning, so that what f reads needs a gradient always.
+    """
 
     @staticmethod
-    def forward(ctx: Any, home: Any, whole: bool, origin: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.home, ctx.whole = home, whole
+    def forward(ctx: Any, home: Home | None, origin: Tensor | None, *read: Tensor) -> tuple[Tensor, ...]:
+        ctx.home = home
         ctx.set_materialize_grads(False)
-        return tuple(x.clone() if whole else x.detach() for x in tensors)
+        return tuple([x.detach() if home is None else x.clone() for x in read])
 
-    @_backward
+    @backward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        none: list[Any] = [None] * len(grads)
-        if ctx.home is None or not any(ctx.needs_input_grad[3:]):
-            return (None, None, None, *none)
-        return (None, None, None, *ctx.home().begins(grads))
+        if ctx.home is None or not any(ctx.needs_input_grad[2:]):
+            return (None, None, *[None] * len(grads))
+        return (None, None, *ctx.home().arrive(grads))
 
 
 class _Relax(torch.autograd.Function):
-    """A half-step. What f read is an input of its own, so that the nodes come one after the other in any case."""
+    """A half-step. What f read is among its inputs, so that the nodes come one after the other whatever f depends on;
+    its gradient flows beside the graph, in the adjoints."""
 
     @staticmethod
     def forward(
@@ -623,27 +396,27 @@ class _Relax(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return tuple(tape.step(evaluation.k, list(tensors[: len(tensors) // 2]), read, norms))
 
-    @_backward
+    @backward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        none: list[Any] = [None] * len(grads)
-        return (None, None, None, None, None, *ctx.home().back(ctx.evaluation, grads), *none)
+        by_outputs = ctx.home().back(ctx.evaluation, grads)
+        return (None, None, None, None, None, *by_outputs, *[None] * len(grads))
 
 
 class _End(torch.autograd.Function):
-    """The last y and z. It saves the states where whoever packs what autograd saves can have them."""
+    """The last y and z. It saves the states, where whoever packs what autograd saves can have them."""
 
     @staticmethod
     def forward(ctx: Any, tape: Tape, home: Home, values: State, *z: Tensor) -> tuple[Tensor, ...]:
         half_steps = [*tape.half_steps[0], *tape.half_steps[1]]
-        ctx.home, ctx.size = home, len(z)
-        ctx.set_materialize_grads(False)
         own = [*(h.state for h in half_steps), *(x for h in half_steps for x in h.spilled)]
+        ctx.home, ctx.size = home, len(z)
         ctx.like = [(x.dtype, x.shape, x.device, x.stride()) for x in own]
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*own)
         tape._end = weakref.ref(ctx)
         return tuple(values)
 
-    @_backward
+    @backward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.home().turns(ctx, grads)
+        ctx.home().turn(ctx, grads)
         return (None, None, None, *[None] * ctx.size)

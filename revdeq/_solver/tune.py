@@ -35,7 +35,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .. import _device
 from .monitor import ConvergenceWarning
 from .options import options_from, with_options
-from .solve import checked_state, solve
+from .solve import solve
+from .state import checked_state
 
 MOST_SOLVES = 24
 CLOSEST_TO_1 = 1 / 16

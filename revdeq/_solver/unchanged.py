@@ -30,7 +30,10 @@ _COPIED = 1 << 16
 _VISITED = 256
 """The most objects to look into for modules: a closure may hold a whole data set."""
 
-_NORMALISING = {nn.modules.batchnorm._BatchNorm: "a BatchNorm", nn.modules.instancenorm._InstanceNorm: "an InstanceNorm"}
+_NORMALISING = {
+    nn.modules.batchnorm._BatchNorm: "a BatchNorm",
+    nn.modules.instancenorm._InstanceNorm: "an InstanceNorm",
+}
 
 
 class Unchanged:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..kernels.half_step import Coefficients
 from ..kernels.reference import relaxed
-from .inputs import State
+from .state import State
 
 
 def unrolled(

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .options import options_from, with_options
 from .solve import checked_f, solve
-from .stateful import is_compiled
 
 
 @dataclass
@@ -115,7 +114,6 @@ class _Recorder:
         self.f = f
         with contextlib.suppress(TypeError, ValueError):  # some have none
             self.__signature__ = inspect.signature(f.forward if isinstance(f, nn.Module) else f)
-        self._orig_mod = f if is_compiled(f) else None  # by which this is known to be compiled as well
         self.report: Report | None = None
         self._hashes: list[tuple[int, int]] = []
 

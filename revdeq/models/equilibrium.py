@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._solver.adjoint import NORM_FLOOR
 from .._solver.context import Draw, OnceMore
 from .._solver.layer import Last, RevDEQ
 from .._solver.options import NAMES, Options
+from .._solver.tape import NORM_FLOOR
 from ..baselines import checkpointed, stored_graph
 from .blocks import checked_size
 from .model import Model
