@@ -54,6 +54,7 @@ SIMULATED = ("test_solve.py", "test_gradient.py", "test_inside_f.py", "test_moni
 NOT_SIMULATED = {
     "it expects a verdict at once, and a device gives it later": [
         "test_values_exchanged_between_the_passes_are_noticed",
+        "test_tensors_exchanged_between_the_passes_are_an_error",
         "test_beyond_its_range_it_warns_once_for_each_place_that_calls",
         "test_it_raises_or_keeps_silent_on_request",
         "test_a_function_that_changes_between_the_passes_is_noticed",

@@ -108,6 +108,7 @@ class Evaluation:
         self._home, self.k = home, k
         self._places: list[weakref.ref[Place]] = []
         self._filled: int | None = None  # so many of them, while f is evaluated again
+        self._trouble: RuntimeError | None = None  # that came up then
         self.values: list[Tensor] | None = None
 
     @property
@@ -160,8 +161,8 @@ class Evaluation:
         place = self._next()
         if place is not None:
             place.value, place.version = value, x._version
-            if place.leaf is not None:
-                _compare(*place.leaf, _leaf(x), place.version)
+            if place.leaf is not None and self._trouble is None:
+                self._trouble = _trouble(*place.leaf, _leaf(x), place.version)
         return value
 
     def _next(self) -> Place | None:
@@ -201,9 +202,12 @@ class Evaluation:
 
     def check_filled(self) -> None:
         """After f was evaluated again."""
-        again, self._filled = self._filled, None
+        again, trouble = self._filled, self._trouble
+        self._filled = self._trouble = None
         if again != len(self._places):
             raise ReconstructionError(OTHER_COUNT.format(again=again, before=len(self._places), number=self.k + 1))
+        if trouble is not None:
+            raise trouble
 
     def empty(self, device: torch.device | None = None) -> None:
         """Forget what is in the places. With a device, only what is there: nodes of another one may be late, and then
@@ -238,16 +242,15 @@ def _leaf(x: Tensor) -> Tensor | None:
     return base if base is not None and base.is_leaf else None
 
 
-def _compare(before: Tensor, version: int, now: Tensor | None, version_now: int) -> None:
-    """Leaves. f may make one itself in every evaluation, but its numbers must be the same, which is asked where a look
-    does not wait for the device."""
+def _trouble(before: Tensor, version: int, now: Tensor | None, version_now: int) -> RuntimeError | None:
+    """Of leaves. f may make one itself in every evaluation, but its numbers must be the same, which is asked where a
+    look does not wait for the device."""
     if now is before:
-        if version_now != version:
-            raise RuntimeError(CHANGED.format(shape=tuple(before.shape)))
-        return
+        return None if version_now == version else RuntimeError(CHANGED.format(shape=tuple(before.shape)))
     alike = now is not None and (before.shape, before.dtype, before.device) == (now.shape, now.dtype, now.device)
     if not alike or (_device.can_look(before) and not torch.equal(before, now)):  # type: ignore[arg-type]
-        raise RuntimeError(OTHER_TENSORS.format(shape=tuple(before.shape)))
+        return RuntimeError(OTHER_TENSORS.format(shape=tuple(before.shape)))
+    return None
 
 
 def _as_it_is(x: Tensor) -> Tensor:

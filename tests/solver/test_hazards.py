@@ -222,7 +222,7 @@ def hooks_inside_f(solve):
     return trained(solve, hooked, f)
 
 
-@refused(RuntimeError, r"f registers a hook on a tensor of shape \(3, 6\)")
+@right
 def a_hook_on_an_argument_inside_f(solve):
     def hooked(z, x):
         x.register_hook(lambda g: g * 0.9)
@@ -231,7 +231,7 @@ def a_hook_on_an_argument_inside_f(solve):
     return trained(solve, hooked)
 
 
-@refused(RuntimeError, r"f registers a hook on a tensor of shape \(6, 6\)")
+@right
 def a_hook_on_a_parameter_inside_f(solve):
     f = network()
 
@@ -260,20 +260,20 @@ def hooked_weight():
     return weight
 
 
-@refused(RuntimeError, "a tensor with a hook .* to a custom autograd function")
+@right
 def a_hook_on_what_a_custom_function_takes(solve):
     weight = hooked_weight()
     return *trained(solve, lambda z, x: Product.apply(z, weight).tanh() + x), weight.grad
 
 
-@refused(RuntimeError, "a tensor with a hook .* or to torch.func.vmap")
+@right
 def a_hook_on_what_vmap_takes(solve):
     weight = hooked_weight()
     z0 = torch.ones(D, D)
     return *trained(solve, lambda z, x: vmap(torch.mul)(z, weight) + x, x=torch.ones(D, D), z0=z0), weight.grad
 
 
-@refused(RuntimeError, "a tensor with a hook .* to a custom autograd function")
+@right
 def a_kept_gradient_of_what_a_custom_function_takes(solve):
     weight = nn.Parameter(torch.randn(D, D) * 0.2) * 1
     weight.retain_grad()
@@ -301,17 +301,17 @@ def a_hook_on_what_a_custom_function_takes_from_a_module(solve):
     return trained(solve, f, f)
 
 
-@refused(RuntimeError, "backward hooks .* were added or removed after the solve")
+@right
 def a_backward_hook_removed_between_the_passes(solve):
     f = network()
     handle = f[0].register_full_backward_hook(lambda module, by_input, by_output: (by_input[0] * 0.5,))
-    z = solve(lambda z, x: f(z) + x, torch.ones(3, D), point())
+    z = solve(lambda z, x: f(z) + x, torch.ones(3, D, requires_grad=True), point())
     handle.remove()
     z.sum().backward()
     return [f]
 
 
-@refused(RuntimeError, "backward hooks .* were added or removed after the solve")
+@right
 def a_backward_hook_added_between_the_passes(solve):
     f = Added()
     z = solve(f, torch.ones(3, D), point())
@@ -405,7 +405,7 @@ def a_mode_around_the_forward_pass(solve):
     return [f]
 
 
-@refused(revdeq.ReconstructionError, "f does not compute the same")
+@refused(RuntimeError, "was changed between the forward and the backward pass")
 def permitted_changes_of_saved_tensors(solve):
     f = network()
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
@@ -591,7 +591,7 @@ def a_result_that_is_changed_in_place(solve):
     return f, x.grad
 
 
-@refused(RuntimeError, "f keeps a tensor")
+@refused(revdeq.ReconstructionError, "f does not compute the same")
 def a_cache_that_grows(solve):
     f, cache = network(), []
 
@@ -608,7 +608,7 @@ def draws_of_python(solve):
     return trained(solve, lambda z, x: f(z) * random.random() + x, f)
 
 
-@refused(RuntimeError, "f used other tensors that require a gradient")
+@refused(RuntimeError, "f used another tensor of shape")
 def layers_that_are_dropped_at_random(solve):
     f, g = network(), network()
     return trained(solve, lambda z, x: (f(z) if random.random() < 0.5 else g(z)) + x, f)

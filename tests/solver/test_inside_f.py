@@ -140,21 +140,6 @@ def test_a_captured_result_that_keeps_its_gradient():
     torch.testing.assert_close(encoded.grad * 2, x.grad)
 
 
-def test_what_cannot_be_found_is_an_error_and_not_a_gradient_of_zero():
-    x = torch.randn(3, requires_grad=True) * 2
-
-    class Hidden:
-        """Looks compiled, so that no mode is put around it."""
-
-        _torchdynamo_orig_callable = True
-
-        def __call__(self, z):
-            return 0.5 * z + x
-
-    with pytest.raises(RuntimeError, match="MulBackward0 made before the solve.*pass this tensor to f through `args`"):
-        revdeq.solve(Hidden(), torch.zeros(3))
-
-
 def test_a_parameter_that_is_first_used_later_gets_its_gradient():
     a, b = nn.Linear(6, 6), nn.Linear(6, 6)
 
@@ -169,10 +154,9 @@ def test_a_parameter_that_is_first_used_later_gets_its_gradient():
     compare(late, torch.zeros(3, 6), inputs=[*b.parameters()])
 
 
-def test_a_result_that_is_first_used_later_is_an_error():
+def test_a_result_that_is_first_used_later_gets_its_gradient():
     encoded = torch.randn(3, requires_grad=True) * 2
-    with pytest.raises(RuntimeError, match="did it not use this tensor when it was evaluated for the first time"):
-        revdeq.solve(lambda z: encoded + z if z.norm() > 1e-6 else torch.ones_like(z), torch.zeros(3))
+    compare(lambda z: encoded + 0.5 * z if z.norm() > 1e-6 else torch.ones_like(z), torch.zeros(3), inputs=[encoded])
 
 
 def test_tensors_exchanged_between_the_passes_are_an_error():
@@ -187,12 +171,12 @@ def test_tensors_exchanged_between_the_passes_are_an_error():
     model, x = Model(), torch.randn(3, 6)
     others = {name: (0.5 * p).detach().requires_grad_() for name, p in model.named_parameters()}
     z = torch.func.functional_call(model, others, (x,))
-    with pytest.raises(RuntimeError, match="f used other tensors that require a gradient in the backward pass"):
+    with pytest.raises(RuntimeError, match="f used another tensor of shape .6, 6. that requires a gradient"):
         z.sum().backward()
     total, linear = 0, nn.Linear(6, 6)
     for x in torch.randn(2, 3, 6, requires_grad=True).unbind():
-        total = total + revdeq.solve(lambda z: torch.tanh(linear(z) + x), torch.zeros(3, 6)).z  # noqa: B023
-    with pytest.raises(RuntimeError, match="a closure whose variables were changed after the solve"):
+        total = total + revdeq.solve(lambda z: torch.tanh(linear(z) + x), torch.zeros(3, 6), check="raise").z  # noqa: B023
+    with pytest.raises(revdeq.ReconstructionError, match="f does not compute the same"):
         total.sum().backward()
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
     with nn.utils.parametrize.cached():
@@ -893,5 +877,5 @@ def test_an_interruption_leaves_everything_as_it_was(evaluation):
     compare(block, torch.zeros(3, 6), x, inputs=[x])
     if solution is not None:
         calls = 100
-        with pytest.raises(RuntimeError, match="was interrupted and cannot run a second time"):
+        with pytest.raises(RuntimeError, match="a second time"):
             solution.z.sum().backward()
