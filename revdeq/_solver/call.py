@@ -69,28 +69,10 @@ class Call:
         self._hooked = self._unchanged.hooked()
         del self._unchanged
 
-    @contextlib.contextmanager
-    def as_before(self, leaves: State) -> Iterator[None]:
-        """Around an evaluation in the backward pass: settings and generators are those of the forward pass within, and
-        afterwards what they were. A module that was called through `torch.func.functional_call` gets the tensors that
-        it had then. These leaves need a gradient, also where they were frozen since. Hooks that f registers on what
-        it depends on are in the graph already."""
-        now = module_tensors(self.f) if self._tensors else {}
-        if any(now.get(name) is not x and not _is_sharded(now.get(name), x) for name, x in self._tensors.items()):
-            module: Any = self.f
-            self._run = lambda *args: torch.func.functional_call(module, self._tensors, args)
-        frozen = [x.requires_grad_() for x in leaves if not x.requires_grad]
-        hooks = [(x, set(x._backward_hooks or ())) for x in self._hooked]
-        try:
-            with torch.enable_grad(), self.settings.restored(), self.draw.rewound():
-                yield
-        finally:
-            self._run = self.f
-            for x in frozen:
-                x.requires_grad_(False)
-            for x, before in hooks:
-                for key in set(x._backward_hooks or ()) - before:
-                    del x._backward_hooks[key]  # type: ignore[union-attr]
+    def as_before(self, leaves: State) -> "AsBefore":
+        """Context manager, to be entered around each evaluation of a backward pass. Takes the leaves that f depends on,
+        as far as they are known."""
+        return AsBefore(self, leaves)
 
     def _versions(self) -> list[int]:
         """Of what f could change in place: autograd protects tensors that need a gradient."""
@@ -122,6 +104,48 @@ class Call:
                 "function or module that takes them"
             )
         return None
+
+
+class AsBefore:
+    """Within, settings and generators are those of the forward pass, and afterwards what they were.
+
+    A module that was called through `torch.func.functional_call` gets the tensors that it had then. Leaves need a
+    gradient, also where they were frozen since. Hooks that f registers on what it depends on are in the graph already.
+    """
+
+    def __init__(self, call: Call, leaves: State) -> None:
+        self._call, self._frozen = call, [x for x in leaves if not x.requires_grad]
+        self._settings = call.settings.as_they_are_not_now()
+        now = module_tensors(call.f) if call._tensors else {}
+        swapped = any(now[name] is not x and not _is_sharded(now[name], x) for name, x in call._tensors.items())
+        module: Any = call.f
+        self._run = (lambda *args: torch.func.functional_call(module, call._tensors, args)) if swapped else None
+
+    def __enter__(self) -> None:
+        call = self._call
+        self._stack = None
+        if self._settings is not None or call.draw.draws:
+            self._stack = contextlib.ExitStack()
+            self._stack.enter_context(call.draw.rewound())
+            if self._settings is not None:
+                self._stack.enter_context(self._settings.restored())
+        for x in self._frozen:
+            x.requires_grad_()
+        self._hooks = [(x, set(x._backward_hooks or ())) for x in call._hooked]
+        if self._run is not None:
+            call._run = self._run
+        torch.set_grad_enabled(True)
+
+    def __exit__(self, *exception: object) -> None:
+        torch.set_grad_enabled(False)
+        self._call._run = self._call.f
+        for x in self._frozen:
+            x.requires_grad_(False)
+        for x, before in self._hooks:
+            for key in set(x._backward_hooks or ()) - before:
+                del x._backward_hooks[key]  # type: ignore[union-attr]
+        if self._stack is not None:
+            self._stack.close()
 
 
 def _own(args: tuple[Any, ...]) -> tuple[Any, ...]:

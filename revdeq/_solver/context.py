@@ -99,10 +99,14 @@ class Settings:
             stack.enter_context(autocast_as(self._autocast))
             yield
 
-    def autocast_now(self) -> list[dict[str, Any]]:
-        """Of the devices that f may use: torch runs derivatives under the autocast of the backward pass, and not under
-        that of the operations."""
-        return [_autocast(settings["device_type"]) for settings in self._autocast]
+    def as_they_are_not_now(self) -> "Settings | None":
+        """These, if any of them is another one now."""
+        same = (
+            [read() for read, _ in GLOBAL_SETTINGS] == self._values
+            and _default_device() == self._default_device
+            and [_autocast(settings["device_type"]) for settings in self._autocast] == self._autocast
+        )
+        return None if same else self
 
 
 @contextlib.contextmanager
@@ -214,6 +218,10 @@ class Draw:
         """Within a first evaluation nothing is disturbed for good: that one will be repeated."""
         within = len(self._others(self._first)) < len(self._first)
         return not self._others(self._drawing) and (within or not self._first)
+
+    @property
+    def draws(self) -> bool:
+        return bool(self._draws)
 
     @contextlib.contextmanager
     def rewound(self) -> Iterator[None]:

@@ -50,23 +50,19 @@ CHANGED = (
 class Place:
     """Stands in the graph for something that is left out.
 
-    value: the tensor, or the tape of a solve within f, while it is at hand.
-    version: the tensor's, when it was saved. leaf: the tensor itself, if it is a leaf that needs a gradient, and its
-        version in the forward pass.
-    like: shape, dtype and device of the tensor.
+    value: the tensor, or the tape of a solve within f, while it is at hand. version: the tensor's, when it was saved.
+    leaf: the tensor itself, if it is a leaf that needs a gradient, and its version in the forward pass.
+    like: shape, dtype and device of the tensor, where no gradient may flow by.
     """
 
-    __slots__ = ("__weakref__", "index", "leaf", "like", "value", "version")
+    __slots__ = ("__weakref__", "leaf", "like", "value", "version")
 
-    def __init__(self, index: int, value: Any) -> None:
-        self.index, self.value, self.version = index, value, 0
+    def __init__(self, value: Any, version: int = 0) -> None:
+        self.value, self.version = value, version
         self.leaf: tuple[Tensor, int] | None = None
-        self.like: tuple[torch.Size, torch.dtype, torch.device] | None = None
+        self.like: Any = None
 
-    def zeros(self) -> Tensor | None:
-        """What stands for a tensor that no gradient flows by, without memory."""
-        if self.like is None:
-            return None
+    def zeros(self) -> Tensor:
         shape, dtype, device = self.like
         return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
@@ -103,9 +99,10 @@ class Evaluation:
     k: its number, from 0. values: what f returned, if what it saved is kept.
     """
 
-    def __init__(self, home: Home | None, k: int) -> None:
-        """Without a home, nothing can be put back: no gradient may come here."""
-        self._home, self.k = home, k
+    def __init__(self, home: Home | None, k: int, may_be_left_out: bool = False) -> None:
+        """Without a home, nothing can be put back: no gradient may come here. may_be_left_out: whether it is not known
+        yet if this evaluation is one of those that are differentiated."""
+        self._home, self.k, self._may_be_left_out = home, k, may_be_left_out
         self._places: list[weakref.ref[Place]] = []
         self._filled: int | None = None  # so many of them, while f is evaluated again
         self._trouble: RuntimeError | None = None  # that came up then
@@ -140,12 +137,15 @@ class Evaluation:
         return _Again(self)
 
     def _pack(self, x: Tensor) -> Place:
-        place = Place(len(self._places), x.detach())
-        place.version = x._version
-        place.like = x.shape, x.dtype, x.device
-        if x.requires_grad and (leaf := _leaf(x)) is not None:
-            place.leaf = leaf, place.version
-        self._places.append(weakref.ref(place))
+        version = x._version
+        place = Place(x, version)
+        if x.requires_grad:
+            leaf = x if x.is_leaf else x._base  # a weight is mostly saved transposed
+            if leaf is not None and leaf.is_leaf:
+                place.leaf = leaf, version
+        if self._may_be_left_out:
+            place.like = x.shape, x.dtype, x.device
+        self._places.append(_ref(place))
         return place
 
     def _unpack(self, place: Place) -> Tensor:
@@ -162,7 +162,7 @@ class Evaluation:
         if place is not None:
             place.value, place.version = value, x._version
             if place.leaf is not None and self._trouble is None:
-                self._trouble = _trouble(*place.leaf, _leaf(x), place.version)
+                self._trouble = _trouble(*place.leaf, x if x.is_leaf else x._base, place.version)
         return value
 
     def _next(self) -> Place | None:
@@ -173,13 +173,13 @@ class Evaluation:
     def hold(self, tape: "Tape") -> Place:
         """A place for a solve within f."""
         if self._filled is None:
-            place = Place(len(self._places), tape)
-            self._places.append(weakref.ref(place))
+            place = Place(tape)
+            self._places.append(_ref(place))
             return place
         before = self._next()
         if before is not None:
             before.value = tape
-        return Place(0, tape)
+        return Place(tape)
 
     def found(self, place: Place) -> Any:
         """What belongs to a place that is empty: undoes steps until it is there."""
@@ -209,12 +209,20 @@ class Evaluation:
         if trouble is not None:
             raise trouble
 
+    def keep(self, outputs: list[Tensor]) -> None:
+        """Keep what was saved, and what f returned."""
+        self.values = [x.detach() for x in outputs]
+        for ref in self._places:
+            place = ref()
+            if place is not None and isinstance(place.value, Tensor):
+                place.value = place.value.detach()  # whose graph would hold the place
+
     def empty(self, device: torch.device | None = None) -> None:
         """Forget what is in the places. With a device, only what is there: nodes of another one may be late, and then
         still ask."""
         for ref in self._places:
             place = ref()
-            if place is not None and (device is None or place.like is None or place.like[2] == device):
+            if place is not None and (device is None or getattr(place.value, "device", device) == device):
                 place.value = None
         self.values = None
 
@@ -234,14 +242,6 @@ class _Again:
             self._evaluation._filled = None
 
 
-def _leaf(x: Tensor) -> Tensor | None:
-    """x, or what it is a view of, if that is a leaf: a weight is mostly saved transposed."""
-    if x.is_leaf:
-        return x
-    base = x._base
-    return base if base is not None and base.is_leaf else None
-
-
 def _trouble(before: Tensor, version: int, now: Tensor | None, version_now: int) -> RuntimeError | None:
     """Of leaves. f may make one itself in every evaluation, but its numbers must be the same, which is asked where a
     look does not wait for the device."""
@@ -257,5 +257,6 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
+_ref = weakref.ref
 _thread = threading.local()
 """evaluation: the one of f that this thread is in, if it is."""

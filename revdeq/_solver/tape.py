@@ -71,7 +71,7 @@ class Tape:
         self.half_steps: tuple[list[Any], list[Any]] = ([], [])
         self._home: Home | None = Home(self)  # until the forward pass has ended: from then on the graph holds it
         self._evaluation: Evaluation | None = None  # the last one, likewise
-        self._needed = self._stores = False
+        self._needed = self._stores = self._cuts = False
         self._kept: collections.deque[Evaluation] = collections.deque()
         self._way_back: WayBack | None = None
         self._end: Callable[[], Any] = lambda: None
@@ -106,6 +106,7 @@ class Tape:
         undone = options.max_steps if options.tol is not None else options.backward_steps or options.max_steps
         self.steps, self.first = 0, options.max_steps - min(undone, options.max_steps) if exact else 0
         turn = 2 * self.first if exact else count
+        self._cuts = exact and options.tol is not None and options.backward_steps is not None
         self._needed = exact and turn == 0 and any(x.requires_grad for x in z0)
         self._kept.clear()
         origin = torch.empty(0, device="cpu", requires_grad=True) if graph else None
@@ -131,7 +132,7 @@ class Tape:
                 outputs = self._evaluate(k, f_reads, record)
             before = read
             if k >= turn:
-                read = list(_Relax.apply(self, self._home, self._evaluation, may_be_last, before, *outputs, *f_reads))
+                read = list(_relax(self, self._home, self._evaluation, may_be_last, before, *outputs, *f_reads))
             else:
                 self.last = Last(self._evaluation, f_reads, outputs) if record else None
                 read = self.step(k, [x.detach() for x in outputs], before, may_be_last)
@@ -143,7 +144,8 @@ class Tape:
                 break
             if self.steps == self.first:
                 self.end = [x.clone() for x in read]
-        if exact and options.tol is not None and options.backward_steps is not None:
+        if self._cuts:
+            assert options.backward_steps is not None
             self.first = self.steps - min(options.backward_steps, self.steps)
         if not look:
             self.scheme.check([*self.half_steps[0], *self.half_steps[1]])
@@ -170,7 +172,7 @@ class Tape:
         f, mixes = self.f, self.scheme.step.c != 0
         known = f.changes_its_input
         spared = [x.clone() for x in read] if known and mixes and k > 0 else read
-        evaluation = Evaluation(self._home if record else None, k)
+        evaluation = Evaluation(self._home if record else None, k, self._cuts)
         if record:
             torch.clear_autocast_cache()  # a cast that two evaluations share would sum their gradients in its precision
         leaves_out = torch.is_grad_enabled() and not self._stores
@@ -191,7 +193,7 @@ class Tape:
         self._needed = self._needed or (record and _leads_to_a_leaf(outputs, read))
         keep = 0 if not record or evaluation.is_within_another else self.options.keep
         if self._stores or keep:
-            evaluation.values = [x.detach() for x in outputs]
+            evaluation.keep(outputs)
         if keep:
             self._kept.append(evaluation)
             evaluation = self._kept.popleft() if len(self._kept) > keep else None  # type: ignore[assignment]
@@ -400,6 +402,10 @@ class _Relax(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         by_outputs = ctx.home().back(ctx.evaluation, grads)
         return (None, None, None, None, None, *by_outputs, *[None] * len(grads))
+
+
+# Past checks that take 2 us and are about transforms of torch.func, which a solve is not within.
+_relax = super(torch.autograd.Function, _Relax).apply
 
 
 class _End(torch.autograd.Function):

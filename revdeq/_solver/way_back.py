@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import _device
 from ..kernels import reference
 from ..kernels.backends import together
+from .call import AsBefore
 from .monitor import apart, typical_magnitude
 from .places import Evaluation
 from .private import current_pass, graph_is_kept
@@ -55,7 +56,7 @@ class WayBack:
             )
         self._outputs: State | None = None  # what it returned, once it was evaluated again
         self._filled: Evaluation | None = None  # whose tensors are there
-        self._leaves: State | None = None  # that f depends on
+        self._as_before: AsBefore | None = None
         self._spares_seeds: bool | None = None  # not known before the first product
         self._seeds: list[tuple[Tensor, int, Tensor]] = []  # the last ones, with their versions, and the adjoints
         self._maxima: State = []
@@ -153,11 +154,11 @@ class WayBack:
         read = [x.clone() for x in tape.initial] if self.at == 1 else self._read
         if f.changes_its_input:
             read = [x.clone() for x in read]
-        if self._leaves is None and evaluation.is_recorded:
-            self._leaves = evaluation.leaves()  # the other evaluations depend on the same
+        if self._as_before is None:
+            self._as_before = f.as_before(evaluation.leaves())  # the other evaluations depend on the same
         tape.evaluating = True
         try:
-            with f.as_before(self._leaves or []):
+            with self._as_before:
                 with evaluation.again() if evaluation.is_recorded else contextlib.nullcontext():
                     leaves = [x.detach().requires_grad_() for x in read]
                     return [x.detach() for x in f([_no_leaf(x) for x in leaves] if f.changes_its_input else leaves)]
