@@ -1,7 +1,7 @@
 """Every benchmark, into bench/results/<device>/: one table (results.csv), plots, and the machine they were made on.
 
 make bench                 # all of it: under ten minutes on two cores
-make bench ONLY=update     # one of update, launch, step, breakdown, predict, convergence, dial
+make bench ONLY=update     # one of update, launch, host, step, breakdown, predict, convergence, dial
 make bench QUICK=1         # a minute, into a table of its own (quick.csv)
 """
 
@@ -32,6 +32,7 @@ PARTS = {
         "--benchmark-columns=min,median",
     ],
     "launch": [str(HERE / "launch.py")],
+    "host": [str(HERE / "host.py")],
     "step": [str(HERE / "step.py")],
     "breakdown": [str(HERE / "breakdown.py")],
     "predict": [str(HERE / "predict.py")],
@@ -42,6 +43,7 @@ PARTS = {
 BENCHMARKS = {
     "update": ("forward half-step", "backward half-step"),
     "launch": ("launch, ",),
+    "host": ("host, ",),
     "step": ("step, ", "tolerance, "),
     "breakdown": ("breakdown, ", "own time of a half-step, ", "own time once, "),
     "predict": ("predicted ",),

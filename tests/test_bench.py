@@ -167,6 +167,31 @@ def test_a_prediction_is_the_longest_of_its_limits(tmp_path):
     assert line == f"| G | {float64} | {exact} | exact, 3.0x |"
 
 
+def test_what_a_half_step_takes_of_the_host_is_a_slope_above_bare():
+    import host
+
+    seconds = {("bare", n): (2 * n * 1.0, 2 * n * 3.0) for n in (2, 8)}
+    seconds |= {("ours", n): (2 * n * 1.5 + 10, 2 * n * 2.0 + 20) for n in (2, 8)}
+    per_half_step, once = (0.5, -1.0), (10, 20)
+    expected = dict(zip(host.COLUMNS, (*per_half_step, *once, (16 * 3.5 + 30) / 16), strict=True))
+    assert host.quantities(seconds, "ours", (2, 8)) == pytest.approx(expected)
+    of_bare = {"forward seconds per half-step": 1.0, "backward seconds per half-step": 3.0, host.TOTAL: 4.0}
+    assert host.quantities(seconds, "bare", (2, 8)) == pytest.approx(of_bare)
+
+
+@pytest.mark.parametrize("state", ["float64", "exact"])
+def test_a_whole_solve_is_launched_by_a_stubbed_driver(state):
+    import host
+
+    if trouble := host.no_stub():
+        pytest.skip(trouble)
+    problem = host.Problem(host.Small)
+    with host.stubbed() as launches:
+        run = host.inside(host.launching, lambda: host.of_solver(host.reversible(state, 1.0), problem, 3))
+        assert launches.during(run) == 2 * (2 * 3)  # a launch for each half-step and for each that is undone
+    assert not host.zero_fill().value
+
+
 def test_rows_of_benchmarks_that_no_longer_exist_are_dropped(tmp_path):
     names = ("step, conv block", "step, old block", "tolerance, conv block", "predicted relax", "own time, tiny f")
     write(tmp_path / "results.csv", [row(1, 1, 1, benchmark=name) for name in names])
