@@ -79,42 +79,6 @@ def in_forward_mode():
         revdeq.solve(half, Z)
 
 
-def reentrant_checkpoint():
-    linear = nn.Linear(3, 3)
-    revdeq.solve(lambda z: torch.utils.checkpoint.checkpoint(linear, z, use_reentrant=True), Z)
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
-
-
-def hook_past_modes():
-    weight = torch.ones(3, requires_grad=True)
-    weight.register_hook(lambda g: None)
-    revdeq.solve(lambda z: half(z) + Doubled.apply(weight), Z).z.sum().backward()
-
-
-def hook_inside_f():
-    def f(z, x):
-        x.register_hook(lambda g: None)
-        return half(z) + x
-
-    revdeq.solve(f, Z, torch.ones(3, requires_grad=True))
-
-
-def backward_hook_between():
-    linear = nn.Linear(3, 3)
-    z = revdeq.solve(linear, Z).z
-    linear.register_full_backward_hook(lambda *args: None)
-    z.sum().backward()
-
-
 def solving(f=half, z0=Z, *args, **settings):
     return lambda: revdeq.solve(f, z0, *args, **settings)
 
@@ -199,19 +163,6 @@ SOLVE = [
     ("a tangent", in_forward_mode, RuntimeError,
      "solve has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp), and a tangent would be lost: "
      "use reverse mode, or call solve outside of the dual level"),
-    ("f contains a reentrant checkpoint", reentrant_checkpoint, RuntimeError,
-     "f contains torch.utils.checkpoint with use_reentrant=True, which keeps the gradients of what is inside from the "
-     "solver: use checkpoint(..., use_reentrant=False)"),
-    ("a hook on what a custom function takes", hook_past_modes, RuntimeError,
-     "f gives a tensor with a hook (register_hook, retain_grad) to a custom autograd function or to torch.func.vmap, "
-     "where the solver cannot put another in its place, and the hook would run at every evaluation instead of once, on "
-     "the whole gradient: pass this tensor to f through `args`, or make f a module that holds it, or remove the hook"),
-    ("f registers a hook", hook_inside_f, RuntimeError,
-     "f registers a hook on a tensor of shape (3,) that is given to it or that it closes over, and would register "
-     "another one at every evaluation: register it before the solve, where it sees the whole gradient, once"),
-    ("a backward hook after the solve", backward_hook_between, RuntimeError,
-     "backward hooks on modules in f were added or removed after the solve, and they can change its gradient, in which "
-     "f is evaluated again: add them before the solve, and remove them after its backward pass"),
     ("a layer of nothing", lambda: revdeq.RevDEQ(half)(None), TypeError,
      "x is of type NoneType: where it is not a tensor, pass z0, the state to start from"),
     ("f returns another shape", solving(lambda z: z[:2]), ValueError,
@@ -281,9 +232,73 @@ def changes_a_buffer():
 
 def another_closure():
     weights = [torch.ones(3, requires_grad=True)]
-    loss = revdeq.solve(lambda z: 0.5 * weights[0] * z, Z).z.sum()
-    weights[0] = torch.ones(3, requires_grad=True)
+    loss = revdeq.solve(lambda z: 0.5 * (weights[0] * z) + 1, Z).z.sum()
+    weights[0] = torch.full((3,), 2.0, requires_grad=True)
     loss.backward()
+
+
+def a_step_of_an_optimizer_between():
+    weight = torch.ones(3, requires_grad=True)
+    loss = revdeq.solve(lambda z: 0.5 * (weight * z) + 1, Z).z.sum()
+    with torch.no_grad():
+        weight.add_(1)
+    loss.backward()
+
+
+def change_in_place_inside_f():
+    def f(z):
+        h = torch.tanh(z)
+        out = 0.5 * h + weight
+        h.add_(1)
+        return out
+
+    weight = torch.ones(3, requires_grad=True)
+    revdeq.solve(f, Z).z.sum().backward()
+
+
+def derivative_through_all():
+    weight = torch.ones(3, requires_grad=True)
+    revdeq.solve(lambda z: weight + torch.autograd.grad((weight * z).square().sum(), weight)[0], Z)
+
+
+def loss_of_what_is_left_out():
+    kept, weight = [], torch.ones(3, requires_grad=True)
+
+    def f(z):
+        kept.append((weight * z).square().sum())
+        return 0.5 * z + weight
+
+    z = revdeq.solve(f, Z, backward_steps=2).z
+    (z.sum() + kept[0]).backward()
+
+
+def loss_of_what_is_gone():
+    kept, weight = [], torch.ones(3, requires_grad=True)
+
+    def f(z):
+        kept.append((weight * z).square().sum())
+        return 0.5 * z + weight
+
+    revdeq.solve(f, Z)
+    kept[3].backward()
+
+
+class Wrapping(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __tensor_flatten__(self):
+        return [], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+def wrapper_from_f():
+    with torch.no_grad():
+        revdeq.solve(lambda z: Wrapping(z), Z)
 
 
 def hidden_tensor():
@@ -299,24 +314,6 @@ def hidden_tensor():
 def second_derivative():
     x = torch.ones(3, requires_grad=True)
     torch.autograd.grad(revdeq.solve(lambda z, x: 0.5 * z + x, Z, x).z.sum(), x, create_graph=True)
-
-
-def interrupted_backward():
-    x, failing = torch.ones(3, requires_grad=True), []
-
-    def f(z, x):
-        if failing and len(failing) < 3:
-            failing.append(1)
-        elif failing:
-            raise KeyError
-        return 0.5 * z + x
-
-    loss = revdeq.solve(f, Z, x).z.sum()
-    failing.append(1)
-    with contextlib.suppress(KeyError):
-        loss.backward()
-    failing.clear()
-    loss.backward()
 
 
 def lossy(**settings):
@@ -339,20 +336,38 @@ def no_room():
 BACKWARD = [
     ("f counts", changes_a_buffer, RuntimeError, f"f changes its buffers count, which {STATEFUL}"),
     ("what f closes over is replaced", another_closure, RuntimeError,
-     "f used other tensors that require a gradient in the backward pass than in the forward pass, so that their "
-     "gradient would be lost (a closure whose variables were changed after the solve? requires_grad switched on since? "
-     "torch.func.functional_call or a cached parametrization around the forward pass alone? a tensor that f makes and "
-     "keeps?): pass these tensors to f through `args`, or make f a module of its own"),
-    ("f hides a tensor", hidden_tensor, RuntimeError,
-     "f depends on a tensor that MulBackward0 made before the solve, and that cannot be found from outside (is f "
-     "compiled, or did it not use this tensor when it was evaluated for the first time?), so its gradient would be "
-     "lost: pass this tensor to f through `args`"),
+     "f used another tensor of shape (3,) that requires a gradient in the backward pass than in the forward pass, with "
+     "other numbers (a closure whose variables were changed after the solve? torch.func.functional_call or a cached "
+     "parametrization around the forward pass alone?): leave what f closes over as it is until the backward pass, or "
+     "pass these tensors to f through `args`, or make f a module of its own"),
+    ("what f depends on is changed", a_step_of_an_optimizer_between, RuntimeError,
+     "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+     "shape (3,), on which f depends, was changed between the forward and the backward pass (a step of an optimizer?), so "
+     "that the gradient would be that of another f; change it after the backward pass"),
+    ("f changes what it saved", change_in_place_inside_f, RuntimeError,
+     "one of the variables needed for gradient computation has been modified by an inplace operation inside f: a "
+     "tensor of shape (3,) was changed after an operation had saved it; write x = x.add(y) in place of x.add_(y)"),
+    ("f counts its evaluations", hidden_tensor, revdeq.ReconstructionError,
+     "f does not compute the same when it is called again: in the backward pass it saved 2 tensors for its derivative, "
+     "and in the forward pass 0, in evaluation 1 (a cache that its first evaluation fills? a cached parametrization "
+     "around the forward pass alone? a choice by a counter, or by random numbers of Python? .eval() or "
+     "requires_grad_() since then?): what f computes must depend on its arguments only; a cache is to be filled before "
+     "the solve, by calling f once"),
+    ("f differentiates through everything", derivative_through_all, RuntimeError,
+     "f asks for a derivative by a tensor on which its state z depends, too, so that it would go through all "
+     "evaluations before: ask for it at z.detach().requires_grad_(), where z counts as given"),
+    ("a loss of what is left out", loss_of_what_is_left_out, RuntimeError,
+     "a gradient arrives inside an evaluation of f that is not differentiated (gradient='implicit', backward_steps), "
+     "through something that f computed there and kept (an auxiliary loss, a feature): use gradient='exact' without "
+     "backward_steps, or compute it from solution.z"),
+    ("a loss of what is gone", loss_of_what_is_gone, RuntimeError,
+     "what f kept is all that is left of this solve, and its states are needed to undo its steps: keep its solution "
+     "until the backward pass, too"),
+    ("f returns a wrapper", wrapper_from_f, TypeError,
+     "f's output is a Wrapping, which holds other tensors: return the tensors that it holds"),
     ("a second derivative", second_derivative, RuntimeError,
      "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate an iteration "
      "that you unroll yourself"),
-    ("backward after an interruption", interrupted_backward, RuntimeError,
-     "this backward pass was interrupted and cannot run a second time: it had begun to undo the steps. Solve again, or "
-     "call backward with retain_graph=True"),
     ("beyond float64's range", lossy(check="raise"), revdeq.ReconstructionError, NO_WAY_BACK),
     ("beyond float64's range, warned", lossy(), revdeq.ReconstructionWarning, NO_WAY_BACK),
     ("no room for remainders", no_room, MemoryError,
@@ -879,6 +894,9 @@ UNSEEN = {
     "from_pretrained …": "needs an environment without huggingface_hub: test_share.py",
     "push_to_hub …": "needs an environment without huggingface_hub: test_share.py",
     "… is a …, which holds other tensors: solve for those": "needs a tensor subclass: test_inside_f.py",
+    "a gradient arrives at an evaluation of f that the backward pass of its solve has not come to yet, or has left "
+    "behind (is there a part of f on another device?): call backward for it by itself, with retain_graph=True":
+        "needs two devices",
     "the C kernel cannot be loaded (…), and PyTorch's slower operations run instead: …":
         "needs a broken library",
 }  # fmt: skip
@@ -888,8 +906,11 @@ MADE_BEFORE = {
     "no_model(model)",  # test_own.py
     "1",  # an exit code
     "text",  # of Monitor, "beyond float64's range"
-    "LOST",  # test_what_f_keeps.py
-    "OTHER_TENSORS",  # "what f closes over is replaced"
+    "OTHER_TENSORS.format(shape=tuple(before.shape))",  # "what f closes over is replaced"
+    "CHANGED.format(shape=tuple(before.shape))",  # "what f depends on is changed"
+    "MODIFIED.format(shape=tuple(x.shape))",  # "f changes what it saved"
+    "OTHER_COUNT.format(again='fewer', before=len(self._places), number=self.k + 1)",  # "f counts its evaluations"
+    "OTHER_COUNT.format(again=again, before=len(self._places), number=self.k + 1)",
     "cannot_write(path, cause)",  # "a full disk"
     "cannot_write(path, error)",
     # "no network"

@@ -216,9 +216,8 @@ def test_kept_graphs_change_no_bit(state, keep, tol):
     assert all(map(torch.equal, gradients(f, x, keep=keep, **settings), gradients(f, x, **settings)))
 
 
-@pytest.mark.parametrize(("keep", "again"), [(0, 8), (3, 5), (7, 1), (8, 1), (99, 1)])
+@pytest.mark.parametrize(("keep", "again"), [(0, 8), (3, 5), (7, 1), (8, 0), (99, 0)])
 def test_what_is_kept_is_not_evaluated_again(keep, again):
-    """The first evaluation is never kept."""
     block, calls = Block(), []
 
     def f(z, x):
@@ -361,7 +360,7 @@ def test_the_implicit_gradient_counts_evaluations_and_products():
         return out
 
     z = revdeq.solve(f, torch.zeros(3, 6), torch.randn(3, 6), max_steps=5, gradient="implicit").z
-    assert calls == [True] + [False] * 8 + [True], "the last one has a graph, so that what f keeps of it is noticed"
+    assert calls == [True] * 10, "all in one grad mode: some modules compute otherwise without one"
     z.sum().backward()
     assert len(calls) == 11 and len(products) == 2 * 5 + 1
 

@@ -219,7 +219,9 @@ def test_f_may_ask_for_derivatives_by_its_state(state):
 
     for by_weight in (False, True):
         for solve in (as_z(state=state), baselines.stored_graph):
-            grads.append(torch.autograd.grad(solve(f, torch.zeros(3, 6, requires_grad=True), by_weight).sum(), weight)[0])
+            grads.append(
+                torch.autograd.grad(solve(f, torch.zeros(3, 6, requires_grad=True), by_weight).sum(), weight)[0]
+            )
     same(grads[::2], grads[1::2])
 
 
