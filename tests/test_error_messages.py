@@ -342,8 +342,8 @@ BACKWARD = [
      "pass these tensors to f through `args`, or make f a module of its own"),
     ("what f depends on is changed", a_step_of_an_optimizer_between, RuntimeError,
      "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-     "shape (3,), on which f depends, was changed between the forward and the backward pass (a step of an optimizer?), so "
-     "that the gradient would be that of another f; change it after the backward pass"),
+     "shape (3,), on which f depends, was changed between the forward and the backward pass (a step of an optimizer?), "
+     "so that the gradient would be that of another f; change it after the backward pass"),
     ("f changes what it saved", change_in_place_inside_f, RuntimeError,
      "one of the variables needed for gradient computation has been modified by an inplace operation inside f: a "
      "tensor of shape (3,) was changed after an operation had saved it; write x = x.add(y) in place of x.add_(y)"),
@@ -907,10 +907,9 @@ MADE_BEFORE = {
     "1",  # an exit code
     "text",  # of Monitor, "beyond float64's range"
     "OTHER_TENSORS.format(shape=tuple(before.shape))",  # "what f closes over is replaced"
-    "CHANGED.format(shape=tuple(before.shape))",  # "what f depends on is changed"
+    "CHANGED.format(shape=tuple(leaf.shape))",  # "what f depends on is changed"
     "MODIFIED.format(shape=tuple(x.shape))",  # "f changes what it saved"
-    "OTHER_COUNT.format(again='fewer', before=len(self._places), number=self.k + 1)",  # "f counts its evaluations"
-    "OTHER_COUNT.format(again=again, before=len(self._places), number=self.k + 1)",
+    "OTHER_COUNT.format(again=again, before=evaluation.count, number=evaluation.k + 1)",  # "f counts its evaluations"
     "cannot_write(path, cause)",  # "a full disk"
     "cannot_write(path, error)",
     # "no network"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from .places import Noting
 from .private import graph_is_kept
 from .state import State, dense
 from .tape import Tape, backward, relax, relax_norms
@@ -60,7 +61,7 @@ class Implicit(torch.autograd.Function):
         )
         seeds = [y.add_(z) for y, z in zip(by_y, by_z, strict=True)]
         ctx.evaluation.values = None
-        with tape.f.as_before(ctx.evaluation.leaves()), ctx.evaluation.again():
+        with tape.f.as_before([]), Noting(ctx.evaluation, tape.notes, again=True):
             now = [x.detach() for x in tape.f([x.clone().requires_grad_() for x in read])]
         if tape.monitor is not None:
             tape.monitor.judge_same(now, before)

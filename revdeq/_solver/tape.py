@@ -29,7 +29,7 @@ from .call import Call
 from .context import OnceMore
 from .monitor import Monitor
 from .options import Options
-from .places import Evaluation, Home
+from .places import Differentiates, Evaluation, Home, LeavingOut, Notes, Noting
 from .private import current_pass, is_batched, untraced
 from .scheme import Scheme
 from .state import State, laid_out_like
@@ -72,6 +72,7 @@ class Tape:
         self._home: Home | None = Home(self)  # until the forward pass has ended: from then on the graph holds it
         self._evaluation: Evaluation | None = None  # the last one, likewise
         self._needed = self._stores = self._cuts = False
+        self.notes = Notes()
         self._kept: collections.deque[Evaluation] = collections.deque()
         self._way_back: WayBack | None = None
         self._end: Callable[[], Any] = lambda: None
@@ -134,6 +135,7 @@ class Tape:
             if k >= turn:
                 read = list(_relax(self, self._home, self._evaluation, may_be_last, before, *outputs, *f_reads))
             else:
+                assert self._evaluation is not None
                 self.last = Last(self._evaluation, f_reads, outputs) if record else None
                 read = self.step(k, [x.detach() for x in outputs], before, may_be_last)
             del outputs, f_reads
@@ -171,18 +173,23 @@ class Tape:
         """f's outputs. With `record`, they are part of the graph, which the evaluation's tensors are left out of."""
         f, mixes = self.f, self.scheme.step.c != 0
         known = f.changes_its_input
-        spared = [x.clone() for x in read] if known and mixes and k > 0 else read
-        evaluation = Evaluation(self._home if record else None, k, self._cuts)
+        evaluation = Evaluation(self._home if record else None, k)
+        keep = 0 if not record or evaluation.is_within_another else self.options.keep
         if record:
             torch.clear_autocast_cache()  # a cast that two evaluations share would sum their gradients in its precision
-        leaves_out = torch.is_grad_enabled() and not self._stores
+
+        def evaluated(notes: bool) -> State:
+            given = [x.clone() for x in read] if known and mixes and k > 0 else read
+            hooks: Any = Noting(evaluation, self.notes) if notes else LeavingOut(evaluation)
+            with hooks if torch.is_grad_enabled() and not self._stores else contextlib.nullcontext():
+                return f(given)
+
         self.evaluating = True
         try:
-            with evaluation if leaves_out else contextlib.nullcontext():
-                outputs = f(spared)
-        except BaseException:
-            evaluation.empty()
-            raise
+            outputs = evaluated(notes=k == 0 or keep > 0 or self._cuts or self.notes.needed)
+        except Differentiates:
+            self.notes.needed = True
+            outputs = evaluated(notes=True)
         finally:
             self.evaluating = False
         if mixes and k > 0 and f.changes_its_input and not known:
@@ -191,13 +198,15 @@ class Tape:
             )
         self._evaluation = evaluation
         self._needed = self._needed or (record and _leads_to_a_leaf(outputs, read))
-        keep = 0 if not record or evaluation.is_within_another else self.options.keep
-        if self._stores or keep:
-            evaluation.keep(outputs)
+        if self._cuts:
+            evaluation.note_shapes()
+        if keep or self._stores:
+            evaluation.values = [x.detach() for x in outputs]
         if keep:
             self._kept.append(evaluation)
-            evaluation = self._kept.popleft() if len(self._kept) > keep else None  # type: ignore[assignment]
-        if evaluation is not None and not self._stores:
+            if len(self._kept) > keep:
+                self._kept.popleft().empty()
+        elif not self._stores:
             evaluation.empty()
         return outputs
 
@@ -243,7 +252,7 @@ class Tape:
 
     def turn(self, ctx: Any, grads: Sequence[Tensor | None]) -> None:
         """It comes to the end of the iteration, with gradients by the last y and z."""
-        self._refuse_changed_start()
+        self._refuse_changes()
         self._way_back = WayBack(self, _states(ctx), grads)
 
     def back(self, evaluation: Evaluation, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -259,9 +268,11 @@ class Tape:
 
     def arrive(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """It comes to the initial state. Returns the gradients by it."""
+        way = self._way_back
+        if way is not None:
+            way.empty()
         if self.first > 0:
             return [None] * len(grads)
-        way = self._way_back
         if way is None or way.number != current_pass() or way.adjoint is None:
             return grads
         return way.initial_grads(grads)
@@ -279,11 +290,12 @@ class Tape:
                     "what f kept is all that is left of this solve, and its states are needed to undo its steps: keep "
                     "its solution until the backward pass, too"
                 )
-            self._refuse_changed_start()
+            self._refuse_changes()
             self._way_back = WayBack(self, _states(ctx), None)
         return self._way_back
 
-    def _refuse_changed_start(self) -> None:
+    def _refuse_changes(self) -> None:
+        self.notes.refuse_changes()
         if any((x := ref()) is not None and x._version != version for ref, version in self._versions):
             raise RuntimeError(
                 "z0 was changed in place after the solve, and is where the backward pass ends: solve from z0.clone(), "
@@ -381,9 +393,9 @@ class _Begin(torch.autograd.Function):
 
     @backward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if ctx.home is None or not any(ctx.needs_input_grad[2:]):
-            return (None, None, *[None] * len(grads))
-        return (None, None, *ctx.home().arrive(grads))
+        by_start = [None] * len(grads) if ctx.home is None else ctx.home().arrive(grads)
+        needed = zip(by_start, ctx.needs_input_grad[2:], strict=True)
+        return (None, None, *(g if needs else None for g, needs in needed))
 
 
 class _Relax(torch.autograd.Function):

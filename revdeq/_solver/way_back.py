@@ -13,7 +13,7 @@ from ..kernels import reference
 from ..kernels.backends import together
 from .call import AsBefore
 from .monitor import apart, typical_magnitude
-from .places import Evaluation
+from .places import Differentiates, Evaluation, Filling, Noting
 from .private import current_pass, graph_is_kept
 from .state import State, dense
 
@@ -133,10 +133,15 @@ class WayBack:
 
     def _leave(self) -> None:
         """The evaluation whose half-step is undone."""
-        if self._filled is not None and not (self._graph_is_kept and self._filled.values is not None):
-            self._filled.empty(self._read[0].device)
-        self._filled = self._outputs = None
+        self.empty()
         self.at -= 1
+
+    def empty(self) -> None:
+        """Forget the tensors of the last evaluation."""
+        if self._filled is not None and not (self._graph_is_kept and self._filled.values is not None):
+            device = self._read[0].device
+            self._filled.empty(only=device if self._tape.notes.devices - {device} else None)
+        self._filled = self._outputs = None
 
     def _evaluate(self, evaluation: Evaluation) -> None:
         """f once more where evaluation at - 1 was, unless what it saved was kept."""
@@ -149,21 +154,29 @@ class WayBack:
             self._seen = [torch.maximum(*pair) for pair in sizes]
 
     def _evaluated_again(self, evaluation: Evaluation) -> State:
-        tape, f = self._tape, self._tape.f
-        # In another layout than it had at first, f could compute other bits than it did.
-        read = [x.clone() for x in tape.initial] if self.at == 1 else self._read
-        if f.changes_its_input:
-            read = [x.clone() for x in read]
+        tape, f, notes = self._tape, self._tape.f, self._tape.notes
         if self._as_before is None:
-            self._as_before = f.as_before(evaluation.leaves())  # the other evaluations depend on the same
+            self._as_before = f.as_before([leaf for leaf, _ in notes.leaves.values()])
+
+        def evaluated() -> State:
+            # In another layout than it had at first, f could compute other bits than it did.
+            read = tape.initial if self.at == 1 else self._read
+            if f.changes_its_input or self.at == 1:
+                read = [x.clone() for x in read]
+            leaves = [x.detach().requires_grad_() for x in read]
+            hooks: Any = Noting(evaluation, notes, again=True) if notes.needed else Filling(evaluation, notes)
+            with self._as_before, hooks if evaluation.is_recorded else contextlib.nullcontext():
+                return [x.detach() for x in f([_no_leaf(x) for x in leaves] if f.changes_its_input else leaves)]
+
         tape.evaluating = True
         try:
-            with self._as_before:
-                with evaluation.again() if evaluation.is_recorded else contextlib.nullcontext():
-                    leaves = [x.detach().requires_grad_() for x in read]
-                    return [x.detach() for x in f([_no_leaf(x) for x in leaves] if f.changes_its_input else leaves)]
+            outputs = evaluated()
+        except Differentiates:
+            notes.needed = True
+            outputs = evaluated()
         finally:
             tape.evaluating = False
+        return outputs
 
     def _arrive(self) -> None:
         """At the initial state, or where the way back ends: the verdict."""
@@ -178,6 +191,7 @@ class WayBack:
             assert tape.norms is not None
             tape.monitor.judge(self._maxima, tape.norms, self._seen)
         if not self._graph_is_kept:
+            self._as_before = None
             del tape.f  # and what it closes over: there will be no other backward pass
 
     def initial_grads(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor]:
