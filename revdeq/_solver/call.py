@@ -28,10 +28,10 @@ class Call:
 
     def __init__(self, f: Callable[..., Any], initial: State, spec: TreeSpec, args: tuple[Any, ...]) -> None:
         self.f, self._run, self._spec, self._is_a_tensor = f, f, spec, spec.is_leaf()
-        self._args = _own(args)
+        self._args, self._leaves = (args, list(args)) if all(isinstance(x, Tensor) for x in args) else _own(args)
         self.settings, self.draw = Settings(initial[0].device), Draw(initial[0].device)
         self.changes_its_input = False
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: list[tuple[dict[str, Any], str, Tensor]] = []
 
     def __call__(self, state: State) -> State:
         before = list(map(_version, state))
@@ -52,7 +52,7 @@ class Call:
         fill_caches(modules)
         versions = self._versions()
         try:
-            self._unchanged = Unchanged(modules, tensors, tree_leaves(self._args))
+            self._unchanged = Unchanged(modules, tensors, self._leaves)
             with self._unchanged:
                 yield
         except TypeError as error:
@@ -76,7 +76,7 @@ class Call:
 
     def _versions(self) -> list[int]:
         """Of what f could change in place: autograd protects tensors that need a gradient."""
-        return [x._version for x in tree_leaves(self._args) if _can_change(x)]
+        return [x._version for x in self._leaves if _can_change(x)]
 
     def _refuse_changes(self, versions: list[int]) -> None:
         if self._versions() == versions:
@@ -116,10 +116,8 @@ class AsBefore:
     def __init__(self, call: Call, leaves: State) -> None:
         self._call, self._frozen = call, [x for x in leaves if not x.requires_grad]
         self._settings = call.settings.as_they_are_not_now()
-        now = module_tensors(call.f) if call._tensors else {}
-        swapped = any(now[name] is not x and not _is_sharded(now[name], x) for name, x in call._tensors.items())
-        module: Any = call.f
-        self._run = (lambda *args: torch.func.functional_call(module, call._tensors, args)) if swapped else None
+        swapped = any(d.get(name) is not x and not _is_sharded(d.get(name), x) for d, name, x in call._tensors)
+        self._run = _with_tensors(call.f, call._tensors) if swapped else None
 
     def __enter__(self) -> None:
         call = self._call
@@ -148,10 +146,11 @@ class AsBefore:
             self._stack.close()
 
 
-def _own(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """With containers of their own around tensors that need a gradient, since the caller may change his. Others are
-    passed as they are: a list that f appends to is the caller's."""
-    return tree_map(lambda x: x, args, is_leaf=lambda x: isinstance(x, Tensor) or not _needs_grad(x))
+def _own(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
+    """With containers of their own around tensors that need a gradient, since the caller may change his, and their
+    leaves. Other containers are passed as they are: a list that f appends to is the caller's."""
+    own = tree_map(lambda x: x, args, is_leaf=lambda x: isinstance(x, Tensor) or not _needs_grad(x))
+    return own, tree_leaves(own)
 
 
 def _needs_grad(tree: Any) -> bool:
@@ -167,11 +166,18 @@ def _version(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
-def module_tensors(f: Any) -> dict[str, Tensor]:
-    """Parameters and buffers by name, if f is a module."""
-    if not isinstance(f, nn.Module):
-        return {}
-    return {**dict(f.named_parameters(remove_duplicate=False)), **dict(f.named_buffers(remove_duplicate=False))}
+def module_tensors(f: Any) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Parameters and buffers, if f is a module, with where they are: a dict and a name."""
+    modules = f.modules() if isinstance(f, nn.Module) else ()
+    dicts = [d for module in modules for d in (module._parameters, module._buffers)]
+    return [(d, name, x) for d in dicts for name, x in d.items() if x is not None]
+
+
+def _with_tensors(f: Any, tensors: list[tuple[dict[str, Any], str, Tensor]]) -> Callable[..., Any]:
+    """A module, called with the tensors that it had."""
+    paths = {id(d): path for path, module in f.named_modules() for d in (module._parameters, module._buffers)}
+    named = {f"{paths[id(d)]}.{name}".lstrip("."): x for d, name, x in tensors}
+    return lambda *args: torch.func.functional_call(f, named, args)
 
 
 def _is_sharded(*tensors: Any) -> bool:

@@ -56,24 +56,35 @@ def _float32_precision() -> list[Setting]:
     return [*legacy, *(_attribute(module, "fp32_precision") for module in modules)]
 
 
-GLOBAL_SETTINGS: list[Setting] = [
+CPU_SETTINGS: list[Setting] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    _attribute(_mkldnn, "enabled"),
+    *_float32_precision(),
+]
+CUDA_SETTINGS: list[Setting] = [
     _attribute(_cudnn, "enabled"),
     _attribute(_cudnn, "benchmark"),
     _attribute(_cudnn, "deterministic"),
-    _attribute(_mkldnn, "enabled"),
     (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
     (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-    *_float32_precision(),
 ]
+
+
+def _settings() -> list[Setting]:
+    """Those that matter in this process."""
+    return CPU_SETTINGS + CUDA_SETTINGS if torch.cuda.is_initialized() else CPU_SETTINGS
+
+
+def _read() -> list[Any]:
+    return [read() for read, _ in _settings()]
 
 
 def _write(values: list[Any]) -> None:
     """In order, and only what is not so yet: one setting may have changed others."""
-    for (read, write), value in zip(GLOBAL_SETTINGS, values, strict=True):
+    for (read, write), value in zip(_settings(), values, strict=False):
         if read() != value:
             write(value)
 
@@ -83,13 +94,13 @@ class Settings:
     it may run outside of a context, and on a GPU it runs in another thread."""
 
     def __init__(self, device: torch.device) -> None:
-        self._values = [read() for read, _ in GLOBAL_SETTINGS]
+        self._values = _read()
         self._default_device = _default_device()
         self._autocast = [_autocast(kind) for kind in sorted({"cpu", device.type})]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        now = [read() for read, _ in GLOBAL_SETTINGS]
+        now = _read()
         with contextlib.ExitStack() as stack:
             if now != self._values:
                 stack.callback(_write, now)
@@ -102,7 +113,7 @@ class Settings:
     def as_they_are_not_now(self) -> "Settings | None":
         """These, if any of them is another one now."""
         same = (
-            [read() for read, _ in GLOBAL_SETTINGS] == self._values
+            _read() == self._values
             and _default_device() == self._default_device
             and [_autocast(settings["device_type"]) for settings in self._autocast] == self._autocast
         )

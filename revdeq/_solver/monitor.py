@@ -82,11 +82,11 @@ class Monitor:
     def judge(self, maxima: Sequence[Tensor], norms: Tensor, sizes: Sequence[Tensor]) -> None:
         """Takes the partial maxima of `invert_compare`, the squared norms of the last change of z and of z, and the
         typical magnitude of each tensor of the state."""
-        filled = [m.amax() for m in maxima if m.numel()]
+        filled = [m.flatten() for m in maxima if m.numel()]
         if not filled:
             return
-        rho = torch.stack(filled).amax().view(torch.float32)
-        report(torch.stack([rho, *norms.sqrt().float(), *sizes]), self._decide)
+        rho = torch.cat(filled).amax().view(torch.float32)
+        report(torch.cat([rho.view(1), norms.sqrt().float(), torch.stack(list(sizes))]), self._decide)
 
     def _decide(self, values: Tensor) -> None:
         rho, change, value, *sizes = values.tolist()

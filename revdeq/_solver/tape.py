@@ -266,14 +266,14 @@ class Tape:
         with self._lock:
             return self._in_this_pass().reach(evaluation)
 
-    def arrive(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """It comes to the initial state. Returns the gradients by it."""
+    def arrive(self, grads: Sequence[Tensor | None], needed: bool) -> Sequence[Tensor | None]:
+        """It comes to the initial state. Returns the gradients by it, if they are needed."""
         way = self._way_back
         if way is not None:
             way.empty()
         if self.first > 0:
             return [None] * len(grads)
-        if way is None or way.number != current_pass() or way.adjoint is None:
+        if way is None or way.number != current_pass() or way.adjoint is None or not needed:
             return grads
         return way.initial_grads(grads)
 
@@ -393,9 +393,9 @@ class _Begin(torch.autograd.Function):
 
     @backward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        by_start = [None] * len(grads) if ctx.home is None else ctx.home().arrive(grads)
-        needed = zip(by_start, ctx.needs_input_grad[2:], strict=True)
-        return (None, None, *(g if needs else None for g, needs in needed))
+        needed = any(ctx.needs_input_grad[2:])
+        by_start = [] if ctx.home is None else ctx.home().arrive(grads, needed)
+        return (None, None, *(by_start if needed and ctx.home is not None else [None] * len(grads)))
 
 
 class _Relax(torch.autograd.Function):
