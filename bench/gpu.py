@@ -50,8 +50,18 @@ def parts(quick, out):
     return chosen
 
 
+INTERRUPTIBLE = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Runs a command that can be interrupted: what a shell has started in the background, as with nohup, ignores SIGINT,
+and so would its children."""
+
+
 def run(command, limit, log):
     """How it ended, in words, with its output in a file."""
+    command = [sys.executable, "-c", INTERRUPTIBLE, *command]
     with log.open("wb") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:

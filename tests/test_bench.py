@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 import tarfile
@@ -213,6 +214,15 @@ def test_every_committed_row_is_of_a_part_and_of_a_commit():
     assert not [r for r in rows if r.commit.endswith("-dirty")]
 
 
+@pytest.fixture
+def in_the_background():
+    """As a shell starts what it does not wait for."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("in_the_background")
 def test_what_fails_or_takes_too_long_on_a_gpu_does_not_lose_the_rest(tmp_path, monkeypatch, capsys):
     import gpu
 
