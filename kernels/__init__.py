@@ -12,22 +12,33 @@ The backend follows the tensors (backends.py); `REVDEQ_BACKEND=triton|cpu|refere
 `with backend("triton"):` forces one.
 """
 
-if __name__ != "revdeq.kernels":
-    raise ImportError(f"this folder is the package revdeq.kernels, not {__name__}: use `import revdeq.kernels`")
+if __name__ == "revdeq.kernels":
+    from .backends import backend, half_step_for
+    from .half_step import Coefficients
+    from .operators import invert, invert_adjoint, invert_compare, relax, relax_norms
+    from .radix import Radix
 
-from .backends import backend, half_step_for
-from .half_step import Coefficients
-from .operators import invert, invert_adjoint, invert_compare, relax, relax_norms
-from .radix import Radix
+    __all__ = [
+        "Coefficients",
+        "Radix",
+        "backend",
+        "half_step_for",
+        "invert",
+        "invert_adjoint",
+        "invert_compare",
+        "relax",
+        "relax_norms",
+    ]
+else:
+    # In the checkout's own folder this one hides what others mean by `import kernels`: Hugging Face's package of that
+    # name, which transformers looks for. They get it from further down the path, or an empty one.
+    import sys
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec
+    from pathlib import Path
 
-__all__ = [
-    "Coefficients",
-    "Radix",
-    "backend",
-    "half_step_for",
-    "invert",
-    "invert_adjoint",
-    "invert_compare",
-    "relax",
-    "relax_norms",
-]
+    root, __path__ = Path(__file__).resolve().parents[1], []
+    spec = PathFinder.find_spec(__name__, [folder for folder in sys.path if Path(folder).resolve() != root])
+    if spec is not None and spec.loader is not None:  # a namespace has no loader
+        sys.modules[__name__] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[__name__])

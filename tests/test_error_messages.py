@@ -410,11 +410,6 @@ def forced(name, device="cpu", missing=False, trouble=""):
     return run
 
 
-def outside_its_package():
-    spec = importlib.util.spec_from_file_location("kernels", kernels.__file__)
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
 KERNELS = [
     ("a state of float32", relax(torch.zeros(4)), TypeError, "state is torch.float32: it must be torch.float64"),
     ("f of another shape", relax(f=torch.zeros(5)), ValueError,
@@ -459,8 +454,6 @@ KERNELS = [
     ("Triton without a GPU", forced("triton"), RuntimeError,
      "backend 'triton' is forced, but it cannot run on cpu tensors: move them to a GPU, or set TRITON_INTERPRET=1 "
      "before revdeq is imported"),
-    ("kernels from elsewhere", outside_its_package, ImportError,
-     "this folder is the package revdeq.kernels, not kernels: use `import revdeq.kernels`"),
 ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """What is built, installed and published."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -77,14 +78,68 @@ def test_the_c_library_is_for_all_pythons_without_debug_information_and_replaces
         assert unwanted not in binary
 
 
-def test_an_editable_installation_is_found_in_the_folder_that_holds_the_clone(clone, editable):
-    """There, the clone's own folder looks like an empty package, which Python prefers to what only a finder knows."""
+@pytest.fixture(scope="module")
+def site(editable, tmp_path_factory):
+    """Where the editable wheel is installed, and a package of others with the name of a folder of the clone."""
+    folder = tmp_path_factory.mktemp("site")
     with zipfile.ZipFile(editable) as wheel:
-        (pth,) = (name for name in wheel.namelist() if name.endswith(".pth"))
-        on_the_path = wheel.read(pth).decode().strip()
-    code = (
-        f"import sys; sys.path.append({on_the_path!r}); import importlib.util as u; print(u.find_spec('revdeq').origin)"
-    )
-    result = subprocess.run([sys.executable, "-S", "-c", code], cwd=clone.parent, capture_output=True, text=True)
+        wheel.extractall(folder)
+    (folder / "kernels").mkdir()
+    (folder / "kernels" / "__init__.py").write_text("from . import hub")
+    (folder / "kernels" / "hub.py").touch()
+    return folder
+
+
+def answer(code, folder, site, *path):
+    """What Python prints in a folder, with a site and with more folders on its path, and no other packages."""
+    code = f"import site; site.addsitedir({str(site)!r}); {code}"
+    command = [sys.executable, "-S", "-c", code]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert Path(result.stdout.strip()) == clone / "revdeq" / "__init__.py"
+    return result.stdout.strip()
+
+
+FOUND = "import importlib.util; print(importlib.util.find_spec('revdeq').origin)"
+
+
+def test_an_editable_installation_is_found_everywhere(clone, site, tmp_path):
+    """In the folder that holds the clone, the clone's own folder looks like an empty package, which Python prefers to
+    what only a finder at the end knows."""
+    for folder in (tmp_path, clone.parent, clone, clone / "kernels"):
+        assert Path(answer(FOUND, folder, site)) == clone / "revdeq" / "__init__.py"
+
+
+def test_another_clone_on_the_path_goes_before_an_editable_installation(clone, site, tmp_path):
+    other, later = tmp_path / "other", tmp_path / "later"
+    for folder in (other, later):
+        (folder / "revdeq").mkdir(parents=True)
+        (folder / "revdeq" / "__init__.py").touch()
+    assert Path(answer(FOUND, tmp_path, site, other)) == other / "revdeq" / "__init__.py"
+    assert Path(answer(FOUND, other, site)) == other / "revdeq" / "__init__.py"
+    code = f"site.addsitedir({str(later)!r}); {FOUND}"  # as those of the system are that a .venv sees
+    assert Path(answer(code, tmp_path, site)) == clone / "revdeq" / "__init__.py"
+
+
+def test_a_package_of_others_named_kernels_is_not_hidden(clone, site, tmp_path):
+    """transformers looks for Hugging Face's."""
+    code = "import kernels, kernels.hub; print(kernels.__file__); assert kernels.hub is kernels.__dict__['hub']"
+    for folder in (tmp_path, clone.parent, clone):
+        assert Path(answer(code, folder, site)) == site / "kernels" / "__init__.py"
+    code = "import importlib.util; print(importlib.util.find_spec('kernels'))"
+    assert answer(code, clone.parent, tmp_path) == "None"
+
+
+def test_where_there_is_no_such_package_a_checkout_has_none_either(clone, tmp_path):
+    """transformers asks whether there is one, and for its version."""
+    code = """
+import importlib, kernels
+print(getattr(kernels, "__version__", "none"))
+for name in ("kernels.backends", "kernels.cpu"):
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        continue
+    raise SystemExit(f"there is {name}")
+"""
+    assert answer(code, clone, tmp_path) == "none"

@@ -162,14 +162,6 @@ def test_a_library_with_other_chunks_is_refused(monkeypatch, name):
         cpu.load(cpu.library._name)
 
 
-def test_the_folder_is_no_package_of_its_own():
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("kernels", kernels.__file__)
-    with pytest.raises(ImportError, match="import revdeq.kernels"):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
 def test_without_tritons_own_driver_the_reference_runs_on_a_gpu(monkeypatch):
     """Triton builds it with a C compiler, when it is first used; without a GPU that fails, too."""
     gpu = pytest.importorskip("revdeq.kernels.gpu", reason="needs Triton")
