@@ -21,8 +21,11 @@ from triton.runtime.jit import JITFunction
 
 from . import half_step
 
-KNOWN = (3, 7)
-"""The version of Triton whose way to specialise and to call a kernel this is."""
+KNOWN = (3, 5), (3, 9)
+"""The first and the last version of Triton whose way to specialise and to call a kernel this is."""
+
+TOGETHER = (3, 7)
+"""The first whose compiler takes the kernels for leaves, in which functions return None."""
 
 Tensors: TypeAlias = Any  # a tuple of tensors, and of None where a kernel is not given one; the first is none of those
 Numbers: TypeAlias = tuple[int | None, ...]
@@ -125,7 +128,7 @@ def _launch(
     if programs == 0:
         return
     device, put_off = tensors[0].device, _put_off.get()
-    if put_off is not None and is_known(kernel.leaves, device):
+    if put_off is not None and _VERSION >= TOGETHER and is_known(kernel.leaves, device):
         put_off.append(_Launch((kernel, warps, device, numbers, constants), programs, n, tensors))
     else:
         _run(kernel.one, warps, device, programs, _kinds(tensors), tensors, (n, *numbers), constants)
@@ -165,19 +168,24 @@ _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 
 def is_known(kernel: Any, device: torch.device) -> bool:
     """Whether Triton asks of a launch what `_kinds` and `_types` tell. The interpreter compiles nothing."""
-    return _VERSION == KNOWN and device.type == "cuda" and type(kernel) is JITFunction
+    return is_known_version() and device.type == "cuda" and type(kernel) is JITFunction
+
+
+def is_known_version() -> bool:
+    return KNOWN[0] <= _VERSION <= KNOWN[1]
 
 
 def _is_watched(kernel: Any) -> bool:
     """By a profiler, say, which is told of each launch, or changes how kernels are compiled."""
-    knobs = triton.knobs.runtime
+    knobs, compilation = triton.knobs.runtime, triton.knobs.compilation
     before, after = knobs.launch_enter_hook, knobs.launch_exit_hook  # lists of hooks, or what was put in their place
     return bool(
         getattr(before, "calls", before)
         or getattr(after, "calls", after)
         or knobs.debug
-        or knobs.add_stages_inspection_hook
-        or triton.knobs.compilation.instrumentation_mode
+        or getattr(knobs, "add_stages_inspection_hook", None)  # from 3.6 on, as is
+        or getattr(compilation, "instrumentation_mode", "")
+        or getattr(compilation, "fpsan_homomorphic_casts", False)  # from 3.9 on
         or kernel.pre_run_hooks
     )
 

@@ -117,10 +117,15 @@ def triton() -> Finding:
     """Where it is missing, only a GPU misses it: its backend says so."""
     try:
         importlib.import_module("revdeq.kernels.gpu")
+        launch = importlib.import_module("revdeq.kernels.launch")
         version = importlib.import_module("triton").__version__
     except Exception as error:
         return Finding(f"missing, needed on GPUs only ({type(error).__name__}: {error})")
-    return Finding(version, numbers={"triton": version})
+    if launch.is_known_version():
+        return Finding(version, numbers={"triton": version})
+    first, last = (".".join(map(str, x)) for x in launch.KNOWN)
+    slow = f"a launch costs Python three times as much as with {first} to {last}, whose launcher revdeq knows"
+    return Finding(f"{version}: {slow}", numbers={"triton": version})
 
 
 def c_kernel() -> Finding:

@@ -193,15 +193,25 @@ def test_an_impossible_setting_is_named(monkeypatch, capsys):
         assert line.startswith("not ready: correct REVDEQ_BACKEND") and message in line
 
 
+@pytest.mark.skipif(backends.gpu is None, reason="Triton is not installed")
+@pytest.mark.parametrize(("version", "slow"), [((3, 4), True), ((3, 5), False), ((3, 9), False), ((3, 10), True)])
+def test_it_says_whether_launches_are_fast(monkeypatch, version, slow):
+    monkeypatch.setattr(backends.launch, "_VERSION", version)
+    finding = doctor.triton()
+    words = "a launch costs Python three times as much as with 3.5 to 3.9, whose launcher revdeq knows"
+    assert (words in finding.text) == slow
+    assert finding.works and not finding.fix
+
+
 def test_without_triton_only_a_gpu_misses_it(monkeypatch, capsys):
     monkeypatch.setitem(backends.TRITON.states, "float64", None)
     monkeypatch.setattr(doctor.measure, "devices", lambda: [torch.device("cpu")])
     load = importlib.import_module
 
-    def missing(name, *rest):
+    def missing(name, *rest, **named):
         if name in ("triton", "revdeq.kernels.gpu"):
             raise ModuleNotFoundError("No module named 'triton'")
-        return load(name, *rest)
+        return load(name, *rest, **named)
 
     monkeypatch.setattr(importlib, "import_module", missing)
     assert run(monkeypatch) == 0

@@ -1,11 +1,12 @@
 """A compiled kernel is called again only for what Triton would have chosen it for."""
 
-import gpu_targets
+from types import SimpleNamespace
+
 import pytest
 import torch
 from gpu_targets import TARGETS, compiling, skip_without_the_compiler
 
-skip_without_the_compiler()
+skip_without_the_compiler((3, 5))
 
 import triton  # noqa: E402
 from emulator import emulating  # noqa: E402
@@ -15,6 +16,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from revdeq.kernels import Coefficients, Radix, gpu, gpu_exact, half_step, launch, reference  # noqa: E402
 
+NEEDS_LEAVES = pytest.mark.skipif(launch._VERSION < launch.TOGETHER, reason="this Triton takes no kernels for leaves")
 STEP = Coefficients.rounded(0.8)
 N = 1000
 
@@ -78,6 +80,7 @@ def same_calls(name, by_triton, ordinary, cached):
     assert all(a is b or a == b for a, b in zip(ordinary[9:], cached[9:], strict=True)), name
 
 
+@NEEDS_LEAVES
 def test_leaves_that_are_alike_have_one_launch(monkeypatch, by_triton):
     """Which gets the same when it is cached."""
     driver = stub(monkeypatch)
@@ -102,6 +105,7 @@ def relax_together(rows, step=STEP):
             half.relax(f, None, step)
 
 
+@NEEDS_LEAVES
 def test_no_sizes_of_leaves_compile_a_kernel_after_the_first(by_triton):
     with emulating(TARGETS["sm_90"]):  # where a kernel that is specialised for others is an error
         for sizes in ((5000, 1, 16), (1, 1, 1), (16, 1024, 8), (16 * 1024, 1, 33), (7 * 1024, 1023, 7)):
@@ -131,6 +135,7 @@ def launches(rows, target="sm_90"):
     return [kernel.name for kernel in compiled]
 
 
+@NEEDS_LEAVES
 def test_leaves_that_differ_have_launches_of_their_own():
     rows = [(*bound(), STEP) for _ in range(4)]
     assert launches(rows) == [LEAVES]
@@ -147,6 +152,7 @@ def test_leaves_that_differ_have_launches_of_their_own():
     assert launches(rows, "gfx942") == 2 * [LEAVES]
 
 
+@NEEDS_LEAVES
 def test_more_leaves_than_fit_have_several_launches():
     rows = [(*bound(), STEP) for _ in range(17)]
     assert launches(rows[:8]) == [LEAVES]
@@ -160,6 +166,15 @@ def test_leaves_are_launched_one_by_one_where_it_is_not_known_what_triton_asks(m
     assert by_triton == 3 * ["_relax_kernel"]
 
 
+def test_leaves_are_launched_one_by_one_where_their_kernels_are_not_compiled(monkeypatch, by_triton):
+    driver = stub(monkeypatch)
+    monkeypatch.setattr(launch, "_VERSION", (3, 6))
+    relax_together([bound() for _ in range(3)])
+    assert by_triton == ["_relax_kernel"]
+    assert len(driver.calls) == 3
+
+
+@NEEDS_LEAVES
 def test_after_an_error_nothing_is_launched_late(monkeypatch, by_triton):
     driver = stub(monkeypatch)
     rows = [bound() for _ in range(3)]
@@ -293,17 +308,43 @@ def test_who_is_asked_before_a_launch_or_debugs_gets_tritons(monkeypatch, by_tri
     monkeypatch.setattr(triton.knobs.runtime, "debug", True)
     half.relax(f, None, STEP)
     monkeypatch.setattr(triton.knobs.runtime, "debug", False)
-    monkeypatch.setattr(triton.knobs.compilation, "instrumentation_mode", "consan")
+    monkeypatch.setattr(triton.knobs.compilation, "instrumentation_mode", "consan", raising=False)
     half.relax(f, None, STEP)
     assert len(by_triton) == 4
 
 
 def test_where_it_is_not_known_what_triton_asks_triton_launches(monkeypatch):
     cuda, xpu, kernel = torch.device("cuda", 0), torch.device("xpu", 0), JITFunction(gpu._relax_kernel.fn)
-    known = gpu_targets.triton.__version__.startswith("3.7")
-    assert launch.is_known(kernel, cuda) == known
+    for minor in range(2, 12):
+        monkeypatch.setattr(launch, "_VERSION", (3, minor))
+        assert launch.is_known(kernel, cuda) == (5 <= minor <= 9)
+    monkeypatch.setattr(launch, "_VERSION", (3, 7))
     assert not launch.is_known(kernel, xpu)
     assert not launch.is_known(kernel, torch.device("cpu"))
     assert not launch.is_known(kernel.fn, cuda)  # as the interpreter's are none of Triton's
-    monkeypatch.setattr(launch, "_VERSION", (3, 8))
-    assert not launch.is_known(kernel, cuda)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "name"),
+    [
+        ("runtime", "add_stages_inspection_hook"),
+        ("compilation", "instrumentation_mode"),
+        ("compilation", "fpsan_homomorphic_casts"),
+    ],
+)
+def test_what_changes_compilation_is_asked_for_in_the_versions_that_have_it(monkeypatch, by_triton, knobs, name):
+    driver = stub(monkeypatch)
+    half, f = bound()
+    known = SimpleNamespace(**{key: getattr(triton.knobs.runtime, key) for key in RUNTIME}), SimpleNamespace()
+    with monkeypatch.context() as patch:  # of Triton's own launch, the knobs must be the real ones
+        half.relax(f, None, STEP)
+        patch.setattr(launch.triton, "knobs", SimpleNamespace(runtime=known[0], compilation=known[1]))
+        half.relax(f, None, STEP)
+        assert len(by_triton) == 1
+        same_calls("relax", by_triton, *driver.calls)
+        setattr(getattr(triton.knobs, knobs), name, lambda *_: None)
+        assert launch._is_watched(gpu._relax_kernel)
+
+
+RUNTIME = ("launch_enter_hook", "launch_exit_hook", "debug")
+"""Of Triton's knobs, those that every version has."""

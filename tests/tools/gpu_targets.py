@@ -12,13 +12,21 @@ from revdeq.kernels import backends
 try:
     import triton
 except ImportError:
-    missing = "Triton is not installed"
+    VERSION = (0, 0)
 else:
-    old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-    missing = f"Triton is {triton.__version__}: this uses the binder of 3.7 and later" if old else ""
+    VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 
+
+def lacking(first):
+    """Why what needs Triton of this version or of a later one cannot run, if so."""
+    if VERSION == (0, 0):
+        return "Triton is not installed"
+    return "" if first <= VERSION else f"Triton is {triton.__version__}: this needs {first[0]}.{first[1]} or later"
+
+
+missing = lacking((3, 7))  # whose tools read the machine code of all targets
 TARGETS = {}
-if not missing:
+if not lacking((3, 5)):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -30,10 +38,10 @@ if not missing:
     TARGETS |= {arch: GPUTarget("hip", arch, 32) for arch in ("gfx1100", "gfx1200", "gfx1201")}
 
 
-def skip_without_the_compiler():
+def skip_without_the_compiler(first=(3, 7)):
     """Called at the top of a test module."""
-    if missing:
-        pytest.skip(missing, allow_module_level=True)
+    if reason := lacking(first):
+        pytest.skip(reason, allow_module_level=True)
 
 
 @dataclass

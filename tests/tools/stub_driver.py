@@ -32,6 +32,9 @@ class Driver:
         module, registers, spills, threads = object(), 32, 0, 1024
         return module, name, registers, spills, threads
 
+    def unload_module(self, module):
+        pass
+
     def launcher_cls(self, source, metadata):
         return lambda *arguments: self.calls.append(arguments)
 
