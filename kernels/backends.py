@@ -61,12 +61,15 @@ def _no_triton() -> Trouble | None:
 def _not_for_triton(device: torch.device) -> Trouble | None:
     module: Any = TRITON.states["float64"]
     if module.runs_on(device):
-        why = module.driver_trouble(device.type) if device.type in ("cuda", "xpu") else ""
-        return (
-            Trouble(f"Triton cannot build its driver ({why})", "install gcc, python3-dev and the driver of the GPU")
-            if why
-            else None
-        )
+        if device.type not in ("cuda", "xpu"):
+            return None
+        if why := module.driver_trouble(device.type):
+            remedy = "install gcc, python3-dev and the driver of the GPU"
+            return Trouble(f"Triton cannot build its driver ({why})", remedy)
+        if why := module.kernel_trouble(device):
+            remedy = "update Triton and the driver of the GPU"
+            return Trouble(f"Triton cannot compile or load its kernels ({why})", remedy)
+        return None
     remedy = "move them to a GPU, or set TRITON_INTERPRET=1 before revdeq is imported"
     return Trouble(f"it cannot run on {device.type} tensors", remedy)
 

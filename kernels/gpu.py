@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import half_step
 from .half_step import LANES, Coefficients, Linear
-from .launch import Kernel, launch_blocks, launch_chunks
+from .launch import Kernel, _on, is_capturing, launch_blocks, launch_chunks
 
 THREADS = LANES // 2
 RELAX_BLOCK, INVERT_BLOCK = 1024, 512
@@ -521,8 +521,34 @@ def driver_trouble(kind: str) -> str:
     return ""
 
 
+def kernel_trouble(device: torch.device) -> str:
+    """Why a kernel does not compile for a GPU or is not loaded there, if so: the GPU may be newer than Triton, or its
+    driver older. While a graph is recorded, nothing is tried."""
+    if not getattr(torch, device.type).is_available() or _has_stand_in() or is_capturing(device):
+        return ""
+    return _first_kernel_trouble(device)
+
+
+@functools.cache
+def _first_kernel_trouble(device: torch.device) -> str:
+    """Of the kernel that a solve launches first. It is not launched here, and takes no tensor."""
+    number = 2**40  # of 64 bits, as those of coefficients are
+    arguments = torch.float64, torch.float32, None, torch.float32, 1, number, number, number, RELAX_BLOCK
+    try:
+        with _on(device):
+            kernel = _relax_kernel.warmup(*arguments, grid=(1,), num_warps=warps(device), enable_fp_fusion=False)
+            getattr(kernel, "run", None)  # loads it; who watches compilation may have got none
+    except Exception as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return ""
+
+
 def runs_on(device: torch.device) -> bool:
     """Whether a launch on tensors of this device can work: on a GPU, or where something stands in for one."""
+    return device.type in ("cuda", "xpu") or (device.type == "cpu" and _has_stand_in())
+
+
+def _has_stand_in() -> bool:
+    """Triton's interpreter, or an emulator."""
     interpreted = not isinstance(_relax_kernel, triton.runtime.JITFunction)
-    emulated = triton.runtime.JITFunction.run.__module__ != "triton.runtime.jit"
-    return device.type in ("cuda", "xpu") or (device.type == "cpu" and (interpreted or emulated))
+    return interpreted or triton.runtime.JITFunction.run.__module__ != "triton.runtime.jit"

@@ -159,8 +159,16 @@ def _run(
 
 
 def _launch_by_triton(kernel: Any, warps: int, device: torch.device, programs: int, arguments: tuple[Any, ...]) -> Any:
-    with _on(device):
-        return kernel[(programs,)](*arguments, num_warps=warps, enable_fp_fusion=False)
+    try:
+        with _on(device):
+            return kernel[(programs,)](*arguments, num_warps=warps, enable_fp_fusion=False)
+    except Exception as error:
+        if not is_capturing(device):
+            raise
+        raise RuntimeError(
+            f"{kernel.__name__} cannot be compiled or loaded while a graph is recorded ({type(error).__name__}): run "
+            "what is recorded once before, with tensors of the same dtypes"
+        ) from error
 
 
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -206,6 +214,11 @@ def is_amd() -> bool:
 def _types(numbers: Any) -> tuple[Any, ...]:
     """Whether Triton takes them for 32-bit integers, those in tuples too."""
     return tuple([None if x is None else _types(x) if isinstance(x, tuple) else -(2**31) <= x < 2**31 for x in numbers])
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether this thread records a graph, in which a kernel is not loaded."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

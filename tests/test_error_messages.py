@@ -410,6 +410,15 @@ def forced(name, device="cpu", missing=False, trouble=""):
     return run
 
 
+def launched_first_in_a_recording():
+    if backends.launch is None:
+        pytest.skip("Triton is not installed")
+    kernel = mock.MagicMock(__name__="_relax_kernel")
+    kernel.__getitem__.return_value.side_effect = RuntimeError("operation not permitted when stream is capturing")
+    with mock.patch.object(backends.launch, "is_capturing", lambda device: True):
+        backends.launch._launch_by_triton(kernel, 4, torch.device("cpu"), 1, ())
+
+
 KERNELS = [
     ("a state of float32", relax(torch.zeros(4)), TypeError, "state is torch.float32: it must be torch.float64"),
     ("f of another shape", relax(f=torch.zeros(5)), ValueError,
@@ -454,6 +463,9 @@ KERNELS = [
     ("Triton without a GPU", forced("triton"), RuntimeError,
      "backend 'triton' is forced, but it cannot run on cpu tensors: move them to a GPU, or set TRITON_INTERPRET=1 "
      "before revdeq is imported"),
+    ("a first launch in a recording", launched_first_in_a_recording, RuntimeError,
+     "_relax_kernel cannot be compiled or loaded while a graph is recorded (RuntimeError): run what is recorded once "
+     "before, with tensors of the same dtypes"),
 ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """The half-steps as registered operators, for those who call or trace them."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -173,6 +174,84 @@ def test_without_tritons_own_driver_the_reference_runs_on_a_gpu(monkeypatch):
         assert backends.backend_for(torch.device("cuda")) is backends.REFERENCE
     finally:
         gpu.driver_trouble.cache_clear()
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """As far as torch tells, for which Triton has a driver that loads nothing."""
+    pytest.importorskip("revdeq.kernels.gpu", reason="needs Triton")
+    stub_driver = pytest.importorskip("stub_driver", exc_type=ImportError)
+    driver = stub_driver.stub(monkeypatch)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("torch.cuda.device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(backends.gpu, "warps", lambda device: 4)
+    for cached in (backends.gpu.driver_trouble, backends.gpu._first_kernel_trouble, backends._say):
+        cached.cache_clear()
+    yield driver
+    for cached in (backends.gpu.driver_trouble, backends.gpu._first_kernel_trouble, backends._say):
+        cached.cache_clear()
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_a_kernel_that_does_not_load_is_told_once_and_the_reference_runs(monkeypatch, a_gpu):
+    tried = []
+
+    def fail(name, *_):
+        tried.append(name)
+        raise RuntimeError("Triton Error [CUDA]: the provided PTX was compiled\nwith an unsupported toolchain")
+
+    monkeypatch.setattr(a_gpu, "load_binary", fail)
+    with pytest.warns(RuntimeWarning) as told:
+        for _ in range(2):
+            backends.say_once_what_is_missing(CUDA, "float64")
+    (warning,) = told
+    assert str(warning.message).startswith(
+        "Triton cannot compile or load its kernels (RuntimeError: Triton Error [CUDA]: the provided PTX was compiled "
+        "with an unsupported toolchain), and PyTorch's own operations run instead"
+    )
+    assert str(warning.message).endswith("update Triton and the driver of the GPU")
+    assert backends.backend_for(CUDA) is backends.REFERENCE
+    assert len(tried) == 1
+    with backends.backend("triton"), pytest.raises(RuntimeError, match="is forced, but Triton cannot compile or load"):
+        backends.backend_for(CUDA)
+
+
+def test_a_kernel_for_an_unknown_gpu_is_told_too(monkeypatch, a_gpu):
+    def fail(*_, **__):
+        raise RuntimeError("ptxas fatal: Value 'sm_999' is not defined for option 'gpu-name'")
+
+    monkeypatch.setattr("triton.compiler.compile", fail)
+    assert "sm_999" in backends.TRITON.trouble_on(CUDA).why
+
+
+def test_a_kernel_that_loads_is_no_trouble_and_is_not_launched(a_gpu):
+    assert backends.TRITON.trouble_on(CUDA) is None
+    assert not a_gpu.calls
+
+
+def test_nothing_is_tried_while_a_graph_is_recorded(monkeypatch, a_gpu):
+    monkeypatch.setattr(a_gpu, "load_binary", lambda *_: pytest.fail("it was loaded"))
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+        assert backends.TRITON.trouble_on(CUDA) is None
+
+
+def test_a_first_launch_that_a_recording_does_not_allow_says_what_to_do(monkeypatch, a_gpu):
+    def fail(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(a_gpu, "load_binary", fail)
+    state, copy = torch.zeros(4).double(), torch.zeros(4)
+    half = backends.gpu.HalfStep(state, copy)
+    with pytest.raises(RuntimeError, match="operation not permitted"):
+        half.relax(copy, None, Coefficients.rounded(0.5))
+    monkeypatch.setattr(backends.launch, "is_capturing", lambda device: True)
+    message = r"_relax_kernel cannot be compiled or loaded .* \(RuntimeError\): run what is recorded once before"
+    with pytest.raises(RuntimeError, match=message):
+        half.relax(copy, None, Coefficients.rounded(0.5))
 
 
 def test_the_reference_divides_on_every_device():
