@@ -1,5 +1,5 @@
-"""Where the time of one training step goes: the evaluations of f and their products, the half-steps, the sums of the
-parameters' gradients, and what is left, which is the solver's own.
+"""Where the time of one training step goes: the evaluations of f, their products and the sums of these, which are
+torch's own, the half-steps, and what is left, which is the solver's own.
 
     python bench/breakdown.py
 
@@ -12,7 +12,6 @@ import functools
 import statistics
 import time
 from collections import defaultdict
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -23,14 +22,13 @@ from turns import keep_freed_memory, take_turns
 
 import revdeq
 from revdeq._device import synchronize
-from revdeq._solver import replay
-from revdeq._solver.adjoint import Totals
+from revdeq._solver.tape import Tape
 from revdeq.kernels import half_step_for
 
 N = 8
 PARTS = (
     "f", "relax", "own, forward",
-    "f again", "products", "invert and adjoint", "sums of gradients", "own, backward",
+    "f again", "products and their sums", "invert and adjoint", "own, backward",
 )  # fmt: skip
 
 
@@ -101,17 +99,15 @@ def one_step(f, x, seed, n):
             (steps, "relax_norms", "relax"),
             (steps, "invert_adjoint", "invert and adjoint"),
             (steps, "invert_compare", "invert and adjoint"),
-            (Totals, "add", "sums of gradients"),
-            (Totals, "rounded", "sums of gradients"),
+            (Tape, "turn", "own, backward"),
+            (Tape, "back", "own, backward"),
         ):
             stack.enter_context(clock.timed(owner, attribute, name))
         with clock.part("own, forward"):
             z = revdeq.solve(evaluated, torch.zeros_like(x), x, beta=BETA, max_steps=n, state="float64", check=None).z
         phase[0] = "f again"
-        engine = SimpleNamespace(run_backward=replay._engine.run_backward)
-        with mock.patch.object(replay, "_engine", engine), clock.timed(engine, "run_backward", "products"):
-            with clock.part("own, backward"):
-                torch.autograd.grad(z, inputs, seed)
+        with clock.part("products and their sums"):
+            torch.autograd.grad(z, inputs, seed)
     return clock.totals
 
 
@@ -151,13 +147,13 @@ def main():
         "tiny f": tiny(),
     }
     print(f"\nShares of one step, N = {N}")
-    print(f"  {'':18}" + "".join(f"{part:>20}" for part in PARTS))
+    print(f"  {'':18}" + "".join(f"{part:>25}" for part in PARTS))
     for name, (f, x, seed) in tqdm(problems.items(), desc="breakdown", leave=False, disable=None):
         one_step(f, x, seed, N)
         totals = [one_step(f, x, seed, N) for _ in range(rounds)]
         whole = statistics.median(sum(t.values()) for t in totals)
         shares = {part: statistics.median(t[part] for t in totals) / whole for part in PARTS}
-        print(f"  {name:18}" + "".join(f"{share:20.1%}" for share in shares.values()))
+        print(f"  {name:18}" + "".join(f"{share:25.1%}" for share in shares.values()))
         for part in PARTS if table else ():
             table.add(f"breakdown, {name}", part, N, "seconds", [t[part] for t in totals])
     print("  the solver's own time, tiny f:")

@@ -68,7 +68,7 @@ def solve(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Solutio
 
     Args:
         f: A module or any callable. It returns something shaped like z, and it must compute the same when it is
-            called again with the same input. It is given a reused buffer: clone anything that you keep.
+            called again with the same input.
         z0: A tensor, or a nested tuple, list or dict of tensors, of dtype float32, float64, bfloat16 or float16,
             which is the dtype that f sees. The solver's own states are float64 or exact, whatever f computes in.
         args: Passed on to f. Gradients reach z0, tensors in args, the parameters of f and tensors that f closes

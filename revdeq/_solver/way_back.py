@@ -2,6 +2,7 @@
 (Algorithm 1), as the engine asks for it. One evaluation's tensors are there at a time."""
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,8 @@ class WayBack:
 
     def __init__(self, tape: "Tape", saved: State, grads: Sequence[Tensor | None] | None) -> None:
         """Takes the states that were saved, and the gradients by the last y and z, if the pass comes from there."""
-        self._tape, self._scheme, self.number = tape, tape.scheme, current_pass()
+        self._tape: Tape = weakref.proxy(tape)  # which holds this
+        self._scheme, self.number = tape.scheme, current_pass()
         self.at = 2 * tape.steps
         self._graph_is_kept = grads is None or graph_is_kept()
         if self._graph_is_kept:
