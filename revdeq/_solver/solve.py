@@ -90,7 +90,8 @@ def solve(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Solutio
         >>> solution = revdeq.solve(lambda z, x: f(z) + x, torch.zeros(4, 8), torch.randn(4, 8))
         >>> solution.z.sum().backward()
 
-    Memory beside f's own: 28 bytes per element in float32, whatever `max_steps` is. The states, and z and y, are laid
+    Memory beside f's own: 28 bytes per element in float32, whatever `max_steps` is, and on the host the nodes of the
+    graph, about 10 KB for each evaluation of a block of a few layers. The states, and z and y, are laid
     out in memory like what f returns first, if that is dense (channels_last, say), and so is what f is given from then
     on. An output that is laid out differently costs one more pass over it.
 
@@ -98,10 +99,10 @@ def solve(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Solutio
     same autocast and the same settings of torch; the generators end where one evaluation leaves them. Layers
     with state that every evaluation would change, such as BatchNorm in training mode, are refused. Forward
     hooks on modules inside f run at every evaluation, in the backward pass too, and so does whatever else f does
-    beside computing; hooks on tensors run once per backward pass. What f closes over must stay what it was until
-    the backward pass: other tensors with gradients and other backward hooks are an error there, other values are
-    noticed by `check`, unless the gradient alone depends on them. A generator of f's own
-    (torch.Generator, numpy) is not rewound.
+    beside computing; hooks on tensors run once per backward pass. Losses of what f computes inside, and of the states
+    that it is given, have exact gradients, too. What f closes over must stay what it was until the backward pass:
+    parameters that were changed or exchanged are an error there, other values are noticed by `check`, unless the
+    gradient alone depends on them. A generator of f's own (torch.Generator, numpy) is not rewound.
 
     Compile f, not the model around it: in a compiled model a solve is a graph break, and what is inside it
     runs as it is. torch.export, torch.jit.trace and make_fx record a solve as plain operations, unrolled.
