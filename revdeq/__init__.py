@@ -16,7 +16,7 @@ from ._solver.solve import Solution, solve
 from ._solver.tune import Tuning, tune
 from ._solver.verify import Report, verify
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "ConvergenceError",
     "ConvergenceWarning",

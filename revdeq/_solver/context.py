@@ -56,35 +56,28 @@ def _float32_precision() -> list[Setting]:
     return [*legacy, *(_attribute(module, "fp32_precision") for module in modules)]
 
 
-CPU_SETTINGS: list[Setting] = [
+GLOBAL_SETTINGS: list[Setting] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    _attribute(_mkldnn, "enabled"),
-    *_float32_precision(),
-]
-CUDA_SETTINGS: list[Setting] = [
     _attribute(_cudnn, "enabled"),
     _attribute(_cudnn, "benchmark"),
     _attribute(_cudnn, "deterministic"),
+    _attribute(_mkldnn, "enabled"),
     (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
     (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    *_float32_precision(),
 ]
 
 
-def _settings() -> list[Setting]:
-    """Those that matter in this process."""
-    return CPU_SETTINGS + CUDA_SETTINGS if torch.cuda.is_initialized() else CPU_SETTINGS
-
-
 def _read() -> list[Any]:
-    return [read() for read, _ in _settings()]
+    return [read() for read, _ in GLOBAL_SETTINGS]
 
 
 def _write(values: list[Any]) -> None:
     """In order, and only what is not so yet: one setting may have changed others."""
-    for (read, write), value in zip(_settings(), values, strict=False):
+    for (read, write), value in zip(GLOBAL_SETTINGS, values, strict=True):
         if read() != value:
             write(value)
 

@@ -61,7 +61,6 @@ def _next_to_arrive() -> _Decision | None:
 @atexit.register
 def _settle_all() -> None:
     """What the last solves of a process left undecided: a warning as ever, and an error as if none had caught it."""
-    failed = False
     while _pending:
         decision = _pending.pop(0)
         decision.arrival.synchronize()
@@ -70,22 +69,7 @@ def _settle_all() -> None:
                 warnings.simplefilter("default")  # an error could not be raised to anyone
                 decision.decide(decision.value)
         except Exception as error:
-            failed = True
             sys.excepthook(type(error), error, error.__traceback__)
-    if failed:
-        sys.stderr.flush()
-        global _status
-        _status = _Failed()
-
-
-class _Failed:
-    """Ends the process with status 1 when it is torn down, after everyone's exit handlers: they cannot change it."""
-
-    def __del__(self, leave: Callable[[int], None] = os._exit) -> None:
-        leave(1)
-
-
-_status: _Failed | None = None
 
 
 def _start_anew() -> None:

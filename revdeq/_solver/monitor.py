@@ -11,7 +11,6 @@ hides an error elsewhere. It does not see an error in elements much smaller than
 one that f forgets on the way back, so that the pass still arrives: `revdeq.verify` compares every evaluation.
 """
 
-import functools
 import itertools
 import math
 import sys
@@ -36,9 +35,6 @@ MOVING = 0.5
 COARSE = 1e-3
 """How large a rounding may be, relative to a typical number, without a word. Where a signal fades, as along a graph,
 half of a state may be smaller than is typical and do no harm."""
-
-AS_ROUNDED = 10.0
-"""How many times further than the forward pass left it f(z) may be from z, and how many roundings of z, unmentioned."""
 
 UNSETTLED = 0.1
 """The largest relative change of an adjoint in its last step that passes: a gradient that moves by a tenth is one that
@@ -112,23 +108,6 @@ class Monitor:
             f"the backward pass did not find its way back: it is off by {rho:.1e} of the state's "
             f"size, where {LIMIT:.0e} can be trusted ({self.setting}), and so the gradient of this solve is not exact. "
             f"{cause}"
-        )
-        self._tell(text, ReconstructionError, ReconstructionWarning)
-
-    def judge_repetition(self, distance: Tensor, norms: Tensor, b: float, dtype: torch.dtype) -> None:
-        """Of gradient="implicit", which repeats no step and evaluates f at the last state only. Takes the distance of
-        f(z) from z, the squared norms of the last change of z and of z, and by how much of its way to f it moved."""
-        least = AS_ROUNDED * torch.finfo(dtype).eps
-        report(torch.stack([distance, *norms.sqrt().float()]), functools.partial(self._decide_repetition, b, least))
-
-    def _decide_repetition(self, b: float, least: float, values: Tensor) -> None:
-        distance, change, value = values.tolist()
-        if not distance > AS_ROUNDED * change / b + least * value:
-            return
-        text = (
-            f"f does not compute in the backward pass what it did in the forward pass: there its last step found z "
-            f"{change / b:.1e} away from f(z), and now it is {distance:.1e} ({self.setting}), so that the gradient is "
-            "that of another f. Leave what f closes over and reads as it is until the backward pass"
         )
         self._tell(text, ReconstructionError, ReconstructionWarning)
 

@@ -240,9 +240,7 @@ class Noting(_Running):
         elif self.evaluation.k == 0:
             self._notes.devices.add(x.device)
             leaf = _leaf(x)
-            if (
-                leaf is not None and leaf.requires_grad and type(leaf) in (Tensor, torch.nn.Parameter)
-            ):  # none of a tracer's
+            if leaf is not None and leaf.requires_grad and not hasattr(leaf, "fake_mode"):  # a tracer's
                 self._notes.leaves[place] = leaf, version
         return place
 
