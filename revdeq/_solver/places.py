@@ -119,8 +119,10 @@ def _leaf(x: Tensor) -> Tensor | None:
 class Evaluation:
     """One evaluation of f, and what belongs to its places while that is at hand.
 
-    k: its number, from 0. values: what f returned, if what it saved is kept.
+    k: its number, from 0. count: of its places. values: what f returned, if what it saved is kept.
     """
+
+    __slots__ = ("_home", "_likes", "count", "k", "notes", "tensors", "values", "versions")
 
     def __init__(self, home: Home | None, k: int) -> None:
         """Without a home, nothing can be put back: no gradient may come here."""

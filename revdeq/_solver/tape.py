@@ -202,7 +202,7 @@ class Tape:
             evaluation.note_shapes()
         if keep or self._stores:
             evaluation.values = [x.detach() for x in outputs]
-        if keep:
+        if keep and not self._stores:
             self._kept.append(evaluation)
             if len(self._kept) > keep:
                 self._kept.popleft().empty()

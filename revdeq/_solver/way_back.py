@@ -157,8 +157,9 @@ class WayBack:
 
     def _evaluated_again(self, evaluation: Evaluation) -> State:
         tape, f, notes = self._tape, self._tape.f, self._tape.notes
-        if self._as_before is None:
-            self._as_before = f.as_before([leaf for leaf, _ in notes.leaves.values()])
+        as_before = self._as_before
+        if as_before is None:
+            as_before = self._as_before = f.as_before([leaf for leaf, _ in notes.leaves.values()])
 
         def evaluated() -> State:
             # In another layout than it had at first, f could compute other bits than it did.
@@ -167,7 +168,7 @@ class WayBack:
                 read = [x.clone() for x in read]
             leaves = [x.detach().requires_grad_() for x in read]
             hooks: Any = Noting(evaluation, notes, again=True) if notes.needed else Filling(evaluation, notes)
-            with self._as_before, hooks if evaluation.is_recorded else contextlib.nullcontext():
+            with as_before, hooks if evaluation.is_recorded else contextlib.nullcontext():
                 return [x.detach() for x in f([_no_leaf(x) for x in leaves] if f.changes_its_input else leaves)]
 
         tape.evaluating = True

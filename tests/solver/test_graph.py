@@ -162,7 +162,8 @@ def test_lists_and_objects_that_f_changes(solve):
     return torch.autograd.grad(z.sum() + log.losses + seen[5].square().sum(), [x, f.weight])
 
 
-def test_energies_and_forces_by_torch_func():
+@pytest.mark.parametrize("name", SOLVERS)
+def test_energies_and_forces_by_torch_func(name):
     """There torch refuses to leave out anything: the graph is stored, and right."""
     net, x, grads = nn.Linear(D, 1), torch.randn(3, D), []
 
@@ -170,7 +171,8 @@ def test_energies_and_forces_by_torch_func():
         force = torch.func.vmap(torch.func.grad(lambda u: torch.tanh(net(u)).sum()))(z + x)
         return 0.4 * z - 0.3 * force
 
-    for solve in (lambda *args: SOLVERS["float64"](*args).z, functools.partial(stored_graph, max_steps=STEPS)):
+    stored = functools.partial(stored_graph, max_steps=STEPS, gamma=0.8 if name == "gamma" else 1.0)
+    for solve in (lambda *args: SOLVERS[name](*args).z, stored):
         grads.append(torch.autograd.grad(solve(f, torch.ones(3, D)).square().sum(), net.weight))
     same(*grads)
 
