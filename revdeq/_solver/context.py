@@ -274,3 +274,9 @@ def _is_active(func: Any, args: Any, kwargs: Any) -> bool:
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return all(given.get(name, 1) for name in ("dropout_p", "dropout", "p", "train"))
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Not to be compiled where a compiled function calls it. Here, torch.compiler.disable would import the compiler,
+    which takes two seconds."""
+    return lambda *args: torch.compiler.disable(function)(*args)

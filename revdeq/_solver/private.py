@@ -1,10 +1,12 @@
-"""Private names of torch: why each is needed, and what happens where it is not there."""
+"""Private names of torch, five of them: why each is needed, and what happens where it is not there."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
 
 def current_pass() -> int:
@@ -28,16 +30,27 @@ _keep_graph: Callable[[], bool] | None = getattr(
 
 
 def is_batched(x: Tensor) -> bool:
-    """Whether x is a gradient under vmap, whose address no kernel can take. Without it, torch refuses the address."""
-    functorch = getattr(torch._C, "_functorch", None)
-    return functorch is not None and (functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x))
+    """Whether x is a gradient under vmap, which no kernel can take the address of. Without it, torch refuses that."""
+    return _functorch is not None and (
+        _functorch.is_functorch_wrapped_tensor(x) or _functorch.is_legacy_batchedtensor(x)
+    )
 
 
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Not to be compiled where a compiled function calls it: torch.compiler.disable imports the compiler at once, which
-    takes two seconds."""
-    try:
-        from torch._compile import _disable_dynamo
-    except ImportError:
-        return torch.compiler.disable(function)
-    return _disable_dynamo(function)
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is around. Without it, torch's own words are about hooks."""
+    return _functorch is not None and _functorch.peek_interpreter_stack() is not None
+
+
+_functorch: Any = getattr(torch._C, "_functorch", None)
+
+
+def has_tangents() -> bool:
+    """Whether there may be tensors with forward-mode derivatives, which would be lost. Without it, torch refuses those
+    where a gradient is recorded, too."""
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def caches_parametrizations() -> bool:
+    """Whether `parametrize.cached()` is around, so that a first evaluation would compute what others find. Without it,
+    that is an error on the way back, which says what to do."""
+    return bool(getattr(parametrize, "_cache_enabled", 0))

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from ..kernels.half_step import Coefficients
 from .call import Call
+from .context import untraced
 from .deferred import settle
 from .implicit import Adjoint, Implicit
 from .monitor import Monitor, call_site
 from .options import options_from, with_options
-from .private import untraced
+from .private import has_tangents, is_transformed
 from .scheme import rounded_coefficients, scheme_for
 from .state import checked_state
 from .tape import NORM_FLOOR, Tape
@@ -117,12 +117,12 @@ def solve(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Solutio
 def _solve(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Solution:
     checked_f(f)
     options = options_from(keywords)
-    if forward_ad._current_level >= 0:
+    if has_tangents():
         raise RuntimeError(
             "solve has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp), and a tangent would be "
             "lost: use reverse mode, or call solve outside of the dual level"
         )
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_transformed():
         raise TypeError(
             "solve is inside a transform of torch.func (grad, vmap, ...), which it cannot be: call it outside, with a "
             "batch dimension in place of vmap and with autograd in place of grad"

@@ -26,11 +26,11 @@ from torch import Tensor
 from .. import _device
 from ..kernels.backends import together
 from .call import Call
-from .context import OnceMore
+from .context import OnceMore, untraced
 from .monitor import Monitor
 from .options import Options
 from .places import Differentiates, Evaluation, Home, LeavingOut, Notes, Noting
-from .private import current_pass, is_batched, untraced
+from .private import current_pass, is_batched
 from .scheme import Scheme
 from .state import State, laid_out_like
 from .way_back import WayBack

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .. import _device
+from .private import caches_parametrizations
 
 STATEFUL = (
     "would be changed by every evaluation of f, in the backward pass too: put the layer outside f, as the paper does, "
@@ -96,7 +97,7 @@ def _differs(x: Tensor, copy: Tensor | None) -> bool:
 
 def fill_caches(modules: list[nn.Module]) -> None:
     """Where `parametrize.cached()` is active, the first evaluation would compute what the others find."""
-    if not getattr(parametrize, "_cache_enabled", 0):  # private: without it, such a cache is an error on the way back
+    if not caches_parametrizations():
         return
     for outermost in modules:
         for module in outermost.modules():

@@ -48,14 +48,13 @@ def unrolled(
 def is_traced() -> bool:
     """Whether operations are being recorded, past which a kernel would write: by torch.export, torch.jit.trace, make_fx
     or an exporter that is built on them."""
-    if torch._C._get_tracing_state() is not None or getattr(torch.compiler, "is_exporting", lambda: False)():
+    if torch.jit.is_tracing() or getattr(torch.compiler, "is_exporting", lambda: False)():
         return True
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return proxies is not None and proxies.get_proxy_mode() is not None
 
 
 def has_fakes(state: Any) -> bool:
-    """Whether there is a tensor in it with a shape and no memory."""
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    """Whether there is a tensor in it with a shape and no memory, of a tracer's."""
     leaves = [state] if isinstance(state, Tensor) else tree_leaves(state)
-    return fakes is not None and any(isinstance(x, fakes.FakeTensor) for x in leaves)
+    return any(hasattr(x, "fake_mode") for x in leaves)

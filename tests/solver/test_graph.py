@@ -205,7 +205,7 @@ def test_results_that_are_wrappers_of_others_are_refused_or_awaited():
         assert torch.equal(z, stored_graph(lambda z: 0.5 * z + 1, torch.zeros(3), max_steps=2))
 
 
-@pytest.mark.parametrize("name", ["_graph_task", "_keep_graph"])
+@pytest.mark.parametrize("name", ["_graph_task", "_keep_graph", "_functorch"])
 def test_without_a_private_name_of_torch(monkeypatch, name):
     monkeypatch.setattr(private, name, None)
     f, x = nn.Linear(D, D), torch.randn(3, D)
