@@ -48,7 +48,7 @@ def unrolled(
 def is_traced() -> bool:
     """Whether operations are being recorded, past which a kernel would write: by torch.export, torch.jit.trace, make_fx
     or an exporter that is built on them."""
-    if torch.jit.is_tracing() or getattr(torch.compiler, "is_exporting", lambda: False)():
+    if torch.jit.is_tracing() or getattr(torch.compiler, "is_exporting", lambda: False)():  # type: ignore[attr-defined]
         return True
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return proxies is not None and proxies.get_proxy_mode() is not None
