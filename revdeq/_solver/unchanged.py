@@ -42,19 +42,20 @@ class Unchanged:
 
     def __init__(self, modules: list[nn.Module], tensors: dict[str, Tensor], args: Iterable[Any]) -> None:
         self._before: list[tuple[str, nn.Module | None, Tensor, int, Tensor | None]] = []
-        given = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
-        self._hooks: list[tuple[Tensor, int]] = [(x, _hooks_on(x)) for x in given]
+        inputs: list[Any] = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
         for name, x in tensors.items():
             if x.requires_grad:
-                self._hooks.append((x, _hooks_on(x)))
+                inputs.append(x)
             else:
                 self._note(name, None, x)
         for outermost in modules:
             for path, module in outermost.named_modules():
-                self._hooks += [(x, _hooks_on(x)) for x in module._parameters.values() if x is not None]
+                inputs += module._parameters.values()
                 for name, x in module._buffers.items():
                     if x is not None:
                         self._note(f"{path}.{name}" if path else name, module, x)
+        self._hooks: list[tuple[Tensor, int]] = []
+        self._inputs = [x for x in inputs if x is not None] if torch.is_grad_enabled() else []
 
     def _note(self, name: str, module: nn.Module | None, x: Tensor) -> None:
         if x.is_inference() or x.layout is not torch.strided:
@@ -79,15 +80,11 @@ class Unchanged:
                     raise RuntimeError(f"f contains {name} in training mode, whose running statistics {STATEFUL}")
         if changed:
             raise RuntimeError(f"f changes its buffers {', '.join(name for name, *_ in changed)}, which {STATEFUL}")
-        self._hooks = [(x, _hooks_on(x)) for x, _ in self._hooks]
+        self._hooks = [(x, len(x._backward_hooks or ())) for x in self._inputs]
 
     def hooked(self) -> list[Tensor]:
         """Tensors on which evaluations after the first have registered hooks."""
-        return [x for x, count in self._hooks if _hooks_on(x) > count]
-
-
-def _hooks_on(x: Tensor) -> int:
-    return len(x._backward_hooks or ())
+        return [x for x, count in self._hooks if len(x._backward_hooks or ()) > count]
 
 
 def _differs(x: Tensor, copy: Tensor | None) -> bool:
