@@ -143,3 +143,9 @@ for name in ("kernels.backends", "kernels.cpu"):
     raise SystemExit(f"there is {name}")
 """
     assert answer(code, clone, tmp_path) == "none"
+
+
+def test_without_docstrings_and_assertions():
+    program = "import revdeq, torch; print(revdeq.solve(lambda z: 0.5 * z + 1, torch.zeros(3)).steps)"
+    done = subprocess.run([sys.executable, "-OO", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "8"

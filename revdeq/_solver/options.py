@@ -168,6 +168,8 @@ def with_options(function: F) -> F:
 
 def documented(docstring: str) -> str:
     """With the options in the place of its line "{options}", which stands among its `Args:`."""
+    if not docstring:  # python -OO
+        return docstring
     lines = inspect.cleandoc(Options.__doc__ or "").splitlines()
     before, _, after = docstring.partition("{options}")
     indent = " " * (len(before) - len(before.rstrip(" ")))
