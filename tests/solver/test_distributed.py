@@ -1,5 +1,6 @@
 """Two processes, each with half of the batch, compute the gradient of one process with all of it."""
 
+import copy
 import importlib
 import os
 import socket
@@ -92,6 +93,25 @@ def check_fsdp(rank):
     agree(full, alone(use_all=True))
 
 
+def check_tensor_parallel_modules_inside_f(rank):
+    """Each process has half of every layer of f, and the whole state."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
+    parallel = copy.deepcopy(whole)
+    parallelize_module(parallel, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x = data()
+    for state in ("float64", "exact"):
+        for f in (whole, parallel):
+            f.zero_grad()
+            z = revdeq.solve(lambda z: 0.5 * f(z) + x, torch.zeros_like(x), max_steps=4, state=state, check="raise").z  # noqa: B023
+            z.square().sum().backward()
+        ours = {name: p.grad.full_tensor() for name, p in parallel.named_parameters()}
+        agree(ours, gradients(whole))
+
+
 def work(rank, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -100,12 +120,13 @@ def work(rank, port):
         check_ddp(rank)
         check_gradient_accumulation(rank)
         check_fsdp(rank)
+        check_tensor_parallel_modules_inside_f(rank)
     finally:
         dist.destroy_process_group()
     os._exit(0)  # torch's device meshes keep the group, and its threads can abort a process that ends by itself
 
 
-def test_ddp_and_fsdp_with_two_processes():
+def test_ddp_fsdp_and_tensor_parallel_modules_with_two_processes():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

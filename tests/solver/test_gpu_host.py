@@ -331,3 +331,22 @@ def test_memory_is_asked_of_the_device():
 
     assert _device.peak_memory(run, DEVICE) == 4000
     assert _device.allocated(DEVICE) >= 4000 and _device.allocated(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_parts_of_f_on_the_cpu(state):
+    """Their nodes have a queue of their own in the backward pass, and may come late."""
+    torch.manual_seed(0)
+    table, part, index, whole = nn.Embedding(5, 6), nn.Linear(6, 6), torch.tensor([0, 3, 1]), nn.Linear(6, 6).to(DEVICE)
+
+    def f(z):
+        known = torch.tanh(part(table(index))).to(DEVICE)
+        there_and_back = torch.tanh(part(z.to("cpu"))).to(DEVICE)
+        return torch.tanh(whole(z) + known) + 0.1 * there_and_back
+
+    parameters, start = [table.weight, *part.parameters(), *whole.parameters()], torch.zeros(3, 6).to(DEVICE)
+    grads = []
+    for z in (revdeq.solve(f, start, max_steps=4, state=state).z, stored_graph(f, start, max_steps=4)):
+        grads.append([g.cpu() for g in torch.autograd.grad(z.square().sum(), parameters)])
+    for ours, expected in zip(*grads, strict=True):
+        assert (ours - expected).norm() <= 1e-6 * expected.norm()
