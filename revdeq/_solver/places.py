@@ -122,7 +122,7 @@ class Evaluation:
     k: its number, from 0. count: of its places. values: what f returned, if what it saved is kept.
     """
 
-    __slots__ = ("_home", "_likes", "count", "k", "notes", "tensors", "values", "versions")
+    __slots__ = ("__weakref__", "_home", "_likes", "count", "k", "notes", "tensors", "values", "versions")
 
     def __init__(self, home: Home | None, k: int) -> None:
         """Without a home, nothing can be put back: no gradient may come here."""

@@ -96,6 +96,7 @@ class Tape:
         elif not self._needed:
             self.last = None
         self.half_steps, self._home, self._evaluation = ([], []), None, None
+        self._kept.clear()
         return values[: len(y)], values[len(y) :]
 
     def _run(self, z0: State, look: bool) -> tuple[State, State]:

@@ -3,7 +3,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +57,7 @@ class WayBack:
                 [scaled(g, step.b, x) for g, x in zip(grads[size:], self._read, strict=True)],
             )
         self._outputs: State | None = None  # what it returned, once it was evaluated again
-        self._filled: Evaluation | None = None  # whose tensors are there
+        self._filled: Callable[[], Evaluation | None] = lambda: None  # whose tensors are there; the graph holds it
         self._as_before: AsBefore | None = None
         self._spares_seeds: bool | None = None  # not known before the first product
         self._seeds: list[tuple[Tensor, int, Tensor]] = []  # the last ones, with their versions, and the adjoints
@@ -85,7 +85,7 @@ class WayBack:
         """Whether this evaluation is to be differentiated. Its tensors are there then."""
         if evaluation.k < 2 * self._tape.first:
             return False
-        if self._filled is not evaluation:
+        if self._filled() is not evaluation:
             self._go_to(evaluation.k + 1)
             self._evaluate(evaluation)
         return True
@@ -140,14 +140,15 @@ class WayBack:
 
     def empty(self) -> None:
         """Forget the tensors of the last evaluation."""
-        if self._filled is not None and not (self._graph_is_kept and self._filled.values is not None):
+        evaluation = self._filled()
+        if evaluation is not None and not (self._graph_is_kept and evaluation.values is not None):
             device = self._read[0].device
-            self._filled.empty(only=device if self._tape.notes.devices - {device} else None)
-        self._filled = self._outputs = None
+            evaluation.empty(only=device if self._tape.notes.devices - {device} else None)
+        self._filled, self._outputs = lambda: None, None
 
     def _evaluate(self, evaluation: Evaluation) -> None:
         """f once more where evaluation at - 1 was, unless what it saved was kept."""
-        self._filled, self._outputs = evaluation, evaluation.values
+        self._filled, self._outputs = weakref.ref(evaluation), evaluation.values
         if self._outputs is None:
             self._outputs = self._evaluated_again(evaluation)
         if self.at == 2 * self._tape.steps and self._sizes and self._scheme.resolution:

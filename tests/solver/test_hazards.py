@@ -25,6 +25,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import revdeq
+from revdeq._solver.call import Call
+from revdeq._solver.places import Evaluation
+from revdeq._solver.tape import Tape
+from revdeq._solver.way_back import WayBack
 from revdeq.baselines import stored_graph
 
 D, STEPS = 6, 4
@@ -676,6 +680,29 @@ def test_what_f_closes_over_is_freed_at_once(state, backward):
             z.sum().backward()
         del z
         assert captured() is None
+
+
+@pytest.mark.parametrize("how", ["backward", "grad", "none"])
+@pytest.mark.parametrize(
+    "options", [{}, {"state": "exact"}, {"keep": 3}, {"tol": 1e-3}, {"backward_steps": 2}], ids=str
+)
+def test_nothing_waits_for_the_collector(options, how):
+    """A tape in a cycle would hold the tensors of an evaluation."""
+    f, x = network(), point().detach()
+    with without_collector():
+        before = alive()
+        z = revdeq.solve(lambda z: f(z) + x, torch.zeros(3, D), **options).z
+        if how == "backward":
+            z.sum().backward()
+        elif how == "grad":
+            torch.autograd.grad(z.sum(), f[0].weight)
+        del z
+        assert alive() == before
+
+
+def alive():
+    kinds = (Tape, WayBack, Call, Evaluation)
+    return sum(isinstance(x, kinds) for x in gc.get_objects() if type(x).__module__.startswith("revdeq"))
 
 
 @contextlib.contextmanager
