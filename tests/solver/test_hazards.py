@@ -701,8 +701,7 @@ def test_nothing_waits_for_the_collector(options, how):
 
 
 def alive():
-    kinds = (Tape, WayBack, Call, Evaluation)
-    return sum(isinstance(x, kinds) for x in gc.get_objects() if type(x).__module__.startswith("revdeq"))
+    return sum(type(x) in (Tape, WayBack, Call, Evaluation) for x in gc.get_objects())
 
 
 @contextlib.contextmanager
