@@ -73,7 +73,7 @@ def _commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--", "kernels", "revdeq", "bench/*.py")
+        changed = git("status", "--porcelain", "--", ":/kernels", ":/revdeq", ":/bench/*.py")
         return git("describe", "--always", "--exclude=*") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return ""
