@@ -37,7 +37,8 @@ class Radix:
 
     @classmethod
     def nearest(cls, beta: float, fraction_bits: int, gamma: float = 1.0) -> "Radix":
-        """The coefficients with the fraction nearest to 1 - beta whose denominator is at most 64. It may be 0 / 1.
+        """The coefficients with the fraction nearest to 1 - beta, but for 0, whose denominator is at most 64. It may be
+        1 / 1.
 
         Args:
             beta: The relaxation.
@@ -47,7 +48,8 @@ class Radix:
         Returns:
             The coefficients.
         """
-        a = Fraction(1 - Fraction(beta)).limit_denominator(LARGEST_DENOMINATOR)
+        exact = 1 - Fraction(beta)
+        a = exact.limit_denominator(LARGEST_DENOMINATOR) or Fraction(-1 if exact < 0 else 1, LARGEST_DENOMINATOR)
         rounded = float32(gamma)
         return cls(-1 if a < 0 else 1, abs(a.numerator), a.denominator, fraction_bits, rounded)
 

@@ -12,7 +12,7 @@ from . import kernels
 from ._solver.layer import RevDEQ
 from ._solver.monitor import ConvergenceError, ConvergenceWarning, ReconstructionError, ReconstructionWarning
 from ._solver.options import Exact
-from ._solver.solve import Solution, solve
+from ._solver.solve import Solution, solve, steps
 from ._solver.tune import Tuning, tune
 from ._solver.verify import Report, verify
 
@@ -31,6 +31,7 @@ __all__ = [
     "kernels",
     "models",
     "solve",
+    "steps",
     "train",
     "training",
     "tune",

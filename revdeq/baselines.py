@@ -36,7 +36,7 @@ def stored_graph(
         >>> torch.equal(z, revdeq.solve(f, z0, x, max_steps=4).z)
         True
     """
-    return unrolled(f, z0, args, Coefficients.rounded(beta, gamma), max_steps)[1]
+    return unrolled(f, z0, args, [Coefficients.rounded(beta, gamma)] * (2 * max_steps))[1]
 
 
 def checkpointed(
@@ -62,4 +62,4 @@ def checkpointed(
         True
     """
     around = functools.partial(checkpoint, use_reentrant=False)
-    return unrolled(f, z0, args, Coefficients.rounded(beta, gamma), max_steps, around)[1]
+    return unrolled(f, z0, args, [Coefficients.rounded(beta, gamma)] * (2 * max_steps), around)[1]

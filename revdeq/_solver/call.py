@@ -8,7 +8,7 @@ within a solve sees the same random draw: f with dropout is one function, with o
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,35 +24,60 @@ class Call:
     """Calls f with a state given as a flat list of tensors.
 
     changes_its_input: whether an evaluation has changed what f reads in place, or may have.
+    aux: what f returned beside its state in the last evaluation, if it is to return anything.
     """
 
-    def __init__(self, f: Callable[..., Any], initial: State, spec: TreeSpec, args: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        initial: State,
+        spec: TreeSpec,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        indexed: bool,
+        has_aux: bool,
+    ) -> None:
         self.f, self._run, self._spec, self._is_a_tensor = f, f, spec, spec.is_leaf()
-        self._args, self._leaves = (args, list(args)) if all(isinstance(x, Tensor) for x in args) else _own(args)
+        plain = not kwargs and all(isinstance(x, Tensor) for x in args)
+        given: Any = (args, dict(kwargs))
+        (self._args, self._kwargs), self._leaves = (given, list(args)) if plain else _own(given)
         self.settings, self.draw = Settings(initial[0].device), Draw(initial[0].device)
+        self.autocasts = self.settings.autocasts
         self.changes_its_input = False
+        self._indexed, self.has_aux, self.aux = indexed, has_aux, None
         self._tensors: list[tuple[dict[str, Any], str, Tensor]] = []
 
-    def __call__(self, state: State) -> State:
+    def __call__(self, state: State, k: int) -> State:
+        """Evaluation k."""
         before = list(map(_version, state))
-        with self.draw:
-            z = state[0] if self._is_a_tensor else tree_unflatten(state, self._spec)
-            result = self._run(z, *self._args)
+        z = state[0] if self._is_a_tensor else tree_unflatten(state, self._spec)
+        if self._indexed:
+            self._kwargs["evaluation"] = k
+        if self.draw.draws is False:
+            result = self._run(z, *self._args, **self._kwargs)
+        else:
+            with self.draw:
+                result = self._run(z, *self._args, **self._kwargs)
+        if self.has_aux:
+            result, self.aux = _pair(result)
         outputs = flattened(result, state, self._spec)
         if before != [*map(_version, state)] or -1 in before:
             self.changes_its_input = True
         return outputs
 
-    @contextlib.contextmanager
-    def first(self, look: bool) -> Iterator[None]:
-        """Around the first evaluation, which tells whether f can be repeated. `look`: whether there is a tolerance."""
-        modules, tensors = reachable(self.f)
+    def prepare(self, look: bool) -> None:
+        """Before the first evaluation. `look`: whether there is a tolerance."""
+        self._reachable = reachable(self.f)
         if look:
-            refuse_tolerance(modules)
-        fill_caches(modules)
+            refuse_tolerance(self._reachable[0])
+        fill_caches(self._reachable[0])
+
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        """Around the first evaluation, which tells whether f can be repeated."""
         versions = self._versions()
         try:
-            self._unchanged = Unchanged(modules, tensors, self._leaves)
+            self._unchanged = Unchanged(*self._reachable, self._leaves)
             with self._unchanged:
                 yield
         except TypeError as error:
@@ -66,13 +91,7 @@ class Call:
 
     def end(self) -> None:
         """After the last evaluation of the forward pass."""
-        self._hooked = self._unchanged.hooked()
-        del self._unchanged
-
-    def as_before(self, leaves: State) -> "AsBefore":
-        """Context manager, to be entered around each evaluation of a backward pass. Takes the leaves that f depends on,
-        as far as they are known."""
-        return AsBefore(self, leaves)
+        self.hooked = self._unchanged.hooked()
 
     def _versions(self) -> list[int]:
         """Of what f could change in place: autograd protects tensors that need a gradient."""
@@ -81,9 +100,9 @@ class Call:
     def _refuse_changes(self, versions: list[int]) -> None:
         if self._versions() == versions:
             return
-        paths = [path for path, x in tree_flatten_with_path(self._args)[0] if _can_change(x)]
+        paths = [path for path, x in tree_flatten_with_path((self._args, self._kwargs))[0] if _can_change(x)]
         rows = zip(paths, versions, self._versions(), strict=False)  # f may also have appended to a list
-        names = [f"args{keystr(path)}" for path, old, new in rows if old != new]
+        names = [f"{('args', 'kwargs')[path[0].idx]}{keystr(path[1:])}" for path, old, new in rows if old != new]
         if names:
             raise RuntimeError(
                 f"f changed {' and '.join(names)} in place, and would again at every evaluation: clone it inside f"
@@ -94,20 +113,22 @@ class Call:
         f = self.f.forward if isinstance(self.f, nn.Module) else self.f
         count = len(self._args)
         try:
-            inspect.signature(f).bind(*[None] * (1 + count))
+            inspect.signature(f).bind(*[None] * (1 + count), **self._kwargs)
         except ValueError:  # it has no signature
             return None
         except TypeError:
-            names = ", ".join(["z", *(("x",) if count == 1 else (f"args[{i}]" for i in range(count)))])
+            names = ["z", *(("x",) if count == 1 else (f"args[{i}]" for i in range(count)))]
+            called = ", ".join([*names, *(f"{name}=..." for name in self._kwargs)])
             return TypeError(
-                f"f is called as f({names}), which it does not take ({error}): give f these arguments, or wrap it in a "
-                "function or module that takes them"
+                f"f is called as f({called}), which it does not take ({error}): give f these arguments, or wrap it in "
+                "a function or module that takes them"
             )
         return None
 
 
 class AsBefore:
-    """Within, settings and generators are those of the forward pass, and afterwards what they were.
+    """Context manager around each evaluation of a backward pass: settings and generators are those of the forward pass,
+    and afterwards what they were. Takes the leaves that f depends on, as far as they are known.
 
     A module that was called through `torch.func.functional_call` gets the tensors that it had then. Leaves need a
     gradient, also where they were frozen since. Hooks that f registers on what it depends on are in the graph already.
@@ -129,7 +150,7 @@ class AsBefore:
                 self._stack.enter_context(self._settings.restored())
         for x in self._frozen:
             x.requires_grad_()
-        self._hooks = [(x, set(x._backward_hooks or ())) for x in call._hooked]
+        self._hooks = [(x, set(x._backward_hooks or ())) for x in call.hooked]
         if self._run is not None:
             call._run = self._run
         torch.set_grad_enabled(True)
@@ -146,7 +167,13 @@ class AsBefore:
             self._stack.close()
 
 
-def _own(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
+def _pair(result: Any) -> tuple[Any, Any]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"f returned {type(result).__name__}: with aux=True it must return a pair, (state, aux)")
+    return result
+
+
+def _own(args: tuple[Any, dict[str, Any]]) -> tuple[tuple[Any, dict[str, Any]], list[Any]]:
     """With containers of their own around tensors that need a gradient, since the caller may change his, and their
     leaves. Other containers are passed as they are: a list that f appends to is the caller's."""
     own = tree_map(lambda x: x, args, is_leaf=lambda x: isinstance(x, Tensor) or not _needs_grad(x))
@@ -177,7 +204,7 @@ def _with_tensors(f: Any, tensors: list[tuple[dict[str, Any], str, Tensor]]) -> 
     """A module, called with the tensors that it had."""
     paths = {id(d): path for path, module in f.named_modules() for d in (module._parameters, module._buffers)}
     named = {f"{paths[id(d)]}.{name}".lstrip("."): x for d, name, x in tensors}
-    return lambda *args: torch.func.functional_call(f, named, args)
+    return lambda *args, **kwargs: torch.func.functional_call(f, named, args, kwargs)
 
 
 def _is_sharded(*tensors: Any) -> bool:

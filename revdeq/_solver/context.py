@@ -91,6 +91,10 @@ class Settings:
         self._default_device = _default_device()
         self._autocast = [_autocast(kind) for kind in sorted({"cpu", device.type})]
 
+    @property
+    def autocasts(self) -> bool:
+        return any(settings["enabled"] for settings in self._autocast)
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         now = _read()
@@ -224,8 +228,9 @@ class Draw:
         return not self._others(self._drawing) and (within or not self._first)
 
     @property
-    def draws(self) -> bool:
-        return bool(self._draws)
+    def draws(self) -> bool | None:
+        """None before the first evaluation."""
+        return self._draws
 
     @contextlib.contextmanager
     def rewound(self) -> Iterator[None]:

@@ -9,43 +9,29 @@ once, where its last evaluation was, and the graph of that gives all of the prod
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import kernels
-from .places import Noting
+from .call import AsBefore
 from .private import graph_is_kept
 from .state import State, dense
 from .tape import Tape, backward, relax, relax_norms
-from .way_back import scaled
-
-
-@dataclass
-class Adjoint:
-    """What the backward pass of gradient="implicit" did.
-
-    Attributes:
-        steps: The number of steps it took, each with two products; None before it ran.
-        residual: The relative change of u in the last of them, a 0-d tensor.
-    """
-
-    steps: int | None = None
-    residual: Tensor | None = None
+from .way_back import norm, scaled
 
 
 class Implicit(torch.autograd.Function):
     """The last y and z, as if they were the fixed point, as functions of what f returned last."""
 
     @staticmethod
-    def forward(ctx: Any, tape: Tape, adjoint: Adjoint, values: State, *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.tape, ctx.adjoint, ctx.size = tape, adjoint, len(outputs)
+    def forward(ctx: Any, tape: Tape, values: State, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.tape, ctx.size = tape, len(outputs)
         # Chosen here: a backward pass may run in a thread that does not see `with backend(...)`.
         ctx.half_step = kernels.half_step_for(outputs[0].device, "float64")
         assert tape.last is not None
-        ctx.evaluation, ctx.given, ctx.outputs = tape.last
+        ctx.home, ctx.k, ctx.given, ctx.outputs = tape.last
         tape.last = None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(x.detach() for x in ctx.given), *(x.detach() for x in outputs))
@@ -60,23 +46,22 @@ class Implicit(torch.autograd.Function):
             [scaled(g, 1, x) for g, x in zip(part, read, strict=True)] for part in (grads[:size], grads[size:])
         )
         seeds = [y.add_(z) for y, z in zip(by_y, by_z, strict=True)]
-        ctx.evaluation.values = None
-        with tape.f.as_before([]), Noting(ctx.evaluation, tape.notes, again=True):
-            now = [x.detach() for x in tape.f([x.clone().requires_grad_() for x in read])]
+        tape.places.needs_versions = True  # the places are looked into several times
+        with AsBefore(tape.f, []), tape.places.filling(ctx.home, ctx.k):
+            now = [x.detach() for x in tape.f([x.clone().requires_grad_() for x in read], ctx.k)]
         if tape.monitor is not None:
             tape.monitor.judge_same(now, before)
         u = _solved(ctx, seeds)
         if tape.monitor is not None:
-            tape.monitor.judge_convergence(ctx.adjoint.residual)
+            tape.monitor.judge_convergence(tape.adjoint.change, norm(seeds))
         if not graph_is_kept():
             del tape.f  # and what it closes over: there will be no other backward pass
-        return (None, None, None, *(x.to(out.dtype) for x, out in zip(u, now, strict=True)))
+        return (None, None, *(x.to(out.dtype) for x, out in zip(u, now, strict=True)))
 
 
 def _solved(ctx: Any, seeds: State) -> State:
     """u, by the same half-steps as forward, from g. Nothing is undone, so that its states are float64."""
-    tape, adjoint = ctx.tape, ctx.adjoint
-    step, options = tape.scheme.step, tape.options
+    adjoint, scheme, options = ctx.tape.adjoint, ctx.tape.scheme, ctx.tape.options
     y_copy, z_copy = [[g.clone() for g in seeds] for _ in range(2)]
     relax_y, relax_z = [
         [ctx.half_step(g.to(torch.float64, copy=True), c) for g, c in zip(seeds, copy, strict=True)]
@@ -93,15 +78,16 @@ def _solved(ctx: Any, seeds: State) -> State:
 
     adjoint.steps = 0
     while True:
+        step, next_step = scheme.at(2 * adjoint.steps), scheme.at(2 * adjoint.steps + 1)
         adjoint.steps += 1
         relax(relax_y, mapped(z_copy), z_copy, step)
         last = adjoint.steps == options.max_steps
         if not last and options.tol is None:
-            relax(relax_z, mapped(y_copy), y_copy, step)
+            relax(relax_z, mapped(y_copy), y_copy, next_step)
             continue
-        change, value = relax_norms(relax_z, mapped(y_copy), y_copy, step).sqrt()
-        adjoint.residual = change / value.clamp(min=torch.finfo(value.dtype).tiny)
-        if last or (options.tol is not None and _has_arrived(adjoint.residual, options.tol)):
+        change, value = relax_norms(relax_z, mapped(y_copy), y_copy, next_step).sqrt()
+        adjoint.change = change / value.clamp(min=torch.finfo(value.dtype).tiny)
+        if last or (options.tol is not None and _has_arrived(adjoint.change, options.tol)):
             return z_copy
 
 

@@ -1,21 +1,18 @@
 """revdeq.RevDEQ: the reversible equilibrium as a layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from .implicit import Adjoint
+from .monitor import Adjoint
 from .options import NAMES, Options, documented, options_from, with_options
 from .scheme import radix_of
-from .solve import checked_f, solve
+from .solve import Solution, checked_f, renamed, solve, steps
 from .tune import CLOSEST_TO_1, Tuning, tune
 from .unrolled import is_traced
-
-COEFFICIENTS = "coefficients"
-"""The name of beta and gamma in the state of a layer that was tuned."""
 
 
 class Last(NamedTuple):
@@ -23,8 +20,13 @@ class Last(NamedTuple):
 
     steps: int
     nfe: int
-    residual: Tensor
-    adjoint: Adjoint | None = None
+    change: Tensor
+    adjoint: Adjoint
+
+    @property
+    def residual(self) -> Tensor:
+        """The old name of `change`."""
+        return renamed(self.change, "last.residual", "last.change")
 
 
 class RevDEQ(nn.Module):
@@ -35,10 +37,12 @@ class RevDEQ(nn.Module):
 
     Args:
         f: A module, whose parameters are then the layer's, or any callable; it is called as f(z, x, *args).
+        learn_coefficients: True makes a beta and a gamma for each of the 2 * max_steps half-steps parameters of the
+            layer, and "pair" makes one pair for all of them. They are trained with everything else.
         {options}
 
     Attributes:
-        last: `steps`, `nfe`, `residual` and `adjoint` of the last call, as in `revdeq.Solution`, without a graph. None
+        last: `steps`, `nfe`, `change` and `adjoint` of the last call, as in `revdeq.Solution`, without a graph. None
             before the first call.
 
     Raises:
@@ -52,6 +56,8 @@ class RevDEQ(nn.Module):
     """
 
     last: Last | None
+    coefficients: Tensor
+    learnt: nn.Parameter | None
 
     if TYPE_CHECKING:  # the options are attributes
 
@@ -60,7 +66,7 @@ class RevDEQ(nn.Module):
         def __setattr__(self, name: str, value: Any) -> None: ...
 
     @with_options
-    def __init__(self, f: Callable[..., Any], **options: Any) -> None:
+    def __init__(self, f: Callable[..., Any], *, learn_coefficients: bool | str = False, **options: Any) -> None:
         super().__init__()
         self.f = checked_f(f)
         checked = options_from(options)
@@ -68,23 +74,55 @@ class RevDEQ(nn.Module):
         for name in NAMES:
             setattr(self, name, getattr(checked, name))
         self.last = None
-        self._is_tuned = False
+        # Coefficients that were found are saved, broadcast and averaged like any buffer. A row of NaN stands for none.
+        self.register_buffer("coefficients", torch.full((1, 2), torch.nan, dtype=torch.float64))
+        self._seen = self.coefficients._version
+        self.register_parameter("learnt", None)
+        if learn_coefficients not in (True, False, "pair"):
+            raise ValueError(f"learn_coefficients = {learn_coefficients!r} must be True, False or 'pair'")
+        if learn_coefficients:
+            rows = 1 if learn_coefficients == "pair" else 2 * self.max_steps
+            pairs = [*(self.schedule or ())[:rows], *[(self.beta, self.gamma)] * rows][:rows]
+            self.learnt = nn.Parameter(torch.tensor(pairs, dtype=torch.float32))
 
-    def forward(self, x: Any, *args: Any, z0: Any = None) -> Any:
-        """The fixed point of f(., x, *args).
+    def forward(
+        self, x: Any, *args: Any, z0: Any = None, y0: Any = None, max_steps: int | None = None, **kwargs: Any
+    ) -> Any:
+        """The fixed point of f(., x, *args, **kwargs).
 
         Args:
             x: What f is called with beside its state: a tensor, or a nested tuple, list or dict of tensors.
             args: More of the same.
-            z0: The state to start from. None starts from zeros shaped like x.
+            z0: The state to start from, or a `revdeq.Solution` to go on from. None starts from zeros shaped like x.
+            y0: Where y starts, if it is not z0.
+            max_steps: Another number of steps, for this call.
+            kwargs: Keyword arguments for f.
 
         Returns:
             z, shaped like z0.
         """
-        solution = solve(self.f, self._start(x, z0), x, *args, **self.options)
+        solution = solve(self.f, self._start(x, z0), x, *args, y0=y0, kwargs=kwargs, **self._used(max_steps))
         if not is_traced():  # there, it would be a tensor of the tracer's
-            self.last = Last(solution.steps, solution.nfe, solution.residual, solution.adjoint)
+            self.last = Last(solution.steps, solution.nfe, solution.change, solution.adjoint)
         return solution.z
+
+    def steps(
+        self, x: Any, *args: Any, z0: Any = None, y0: Any = None, max_steps: int | None = None, **kwargs: Any
+    ) -> Iterator[Solution]:
+        """The same, step by step, as `revdeq.steps` does it.
+
+        Args:
+            x: As for a call of the layer.
+            args: As for a call of the layer.
+            z0: As for a call of the layer.
+            y0: As for a call of the layer.
+            max_steps: As for a call of the layer.
+            kwargs: As for a call of the layer.
+
+        Returns:
+            An iterator over a `revdeq.Solution` for each step.
+        """
+        return steps(self.f, self._start(x, z0), x, *args, y0=y0, kwargs=kwargs, **self._used(max_steps))
 
     def tune(self, x: Any, *args: Any, z0: Any = None) -> Tuning:
         """Set the layer's beta and gamma to those that `revdeq.tune` finds for this input.
@@ -107,51 +145,87 @@ class RevDEQ(nn.Module):
         self.use(found.beta, found.gamma)
         return found
 
-    def use(self, beta: float, gamma: float) -> None:
-        """Set coefficients that were found elsewhere, to be saved and loaded with the layer.
+    def use(self, beta: float, gamma: float, schedule: Any = None) -> None:
+        """Set beta, gamma and the schedule, to be saved and loaded with the layer.
 
         Args:
             beta: The relaxation.
             gamma: The damping of f.
+            schedule: A pair for every half-step, as for `revdeq.solve`.
 
         Raises:
             TypeError, ValueError: A coefficient has a value that it cannot have.
         """
-        options_from({**self.options, "beta": beta, "gamma": gamma})
-        self.beta, self.gamma, self._is_tuned = beta, gamma, True
-
-    @property
-    def coefficients(self) -> Tensor:
-        """beta and gamma as the state of a layer that was tuned holds them."""
-        return torch.tensor([self.beta, self.gamma], dtype=torch.float64, device="cpu")
-
-    def _start(self, x: Any, z0: Any) -> Any:
-        return tree_map(_zeros_like, x) if z0 is None else z0
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._is_tuned:
-            destination[prefix + COEFFICIENTS] = self.coefficients
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *args: Any
-    ) -> None:
-        found = state_dict.pop(prefix + COEFFICIENTS, None)
-        if found is not None:
-            self.use(*found.tolist())
-        elif self._is_tuned:
-            missing.append(prefix + COEFFICIENTS)
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
+        checked = options_from({**self.options, "beta": beta, "gamma": gamma, "schedule": schedule})
+        self.beta, self.gamma, self.schedule = beta, gamma, checked.schedule
+        rows = torch.tensor([(beta, gamma), *checked.pairs], dtype=torch.float64)
+        self.coefficients = rows.to(self.coefficients.device)
+        self._seen = self.coefficients._version
+        if self.learnt is not None:
+            with torch.no_grad():
+                pairs = [*checked.pairs, *[(beta, gamma)] * len(self.learnt)][: len(self.learnt)]
+                self.learnt.copy_(torch.tensor(pairs))
 
     @property
     def options(self) -> dict[str, Any]:
         """The options as they are now, by name: the keywords that `revdeq.solve` is called with."""
+        if self.coefficients._version != self._seen:  # another process, or an average, has written to them
+            self._take(self.coefficients)
         return {name: getattr(self, name) for name in NAMES}
+
+    def _used(self, max_steps: int | None) -> dict[str, Any]:
+        options = self.options
+        if max_steps is not None:
+            options["max_steps"] = max_steps
+        if self.learnt is not None:
+            rows = 2 * options["max_steps"] if len(self.learnt) == 1 else len(self.learnt)
+            options["schedule"] = _inside(self.learnt).expand(rows, 2)
+        return options
+
+    def _take(self, coefficients: Tensor) -> None:
+        if not coefficients.isnan().any():
+            (beta, gamma), *schedule = coefficients.tolist()
+            self.use(beta, gamma, schedule or None)
+
+    def _start(self, x: Any, z0: Any) -> Any:
+        return tree_map(_zeros_like, x) if z0 is None else z0
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Coefficients are float64 whatever the weights are."""
+        before = self.coefficients
+        super()._apply(fn, recurse)
+        if self.coefficients.dtype != torch.float64:
+            self.coefficients = before.to(self.coefficients.device)
+        self._seen = self.coefficients._version
+        return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        found = state_dict.get(prefix + "coefficients")
+        if found is None:  # saved before there was such a buffer
+            state_dict[prefix + "coefficients"] = self.coefficients
+        elif found.dim() == 1:  # a pair, as it was saved once
+            state_dict[prefix + "coefficients"] = found = found.unsqueeze(0)
+        if found is not None:
+            self._take(found)
+            if self.coefficients.shape != found.shape:
+                self.coefficients = torch.full_like(self.coefficients[:1], torch.nan).expand(found.shape).clone()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._seen = self.coefficients._version
 
     def extra_repr(self) -> str:
         usual = Options()
         shown = {k: v for k, v in self.options.items() if k in ("beta", "max_steps") or v != getattr(usual, k)}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+def _inside(learnt: Tensor) -> Tensor:
+    """Learnt coefficients where they may be: beta in [.05, 1.95] and at least 1/16 from 1, gamma in [.05, 3]. Gradients
+    pass as if nothing was moved, so that beta can cross the gap around 1."""
+    with torch.no_grad():
+        beta, gamma = learnt.clamp(0.05, 3).unbind(1)
+        below = torch.where(beta < 1, beta.clamp(max=1 - CLOSEST_TO_1), beta.clamp(1 + CLOSEST_TO_1, 1.95))
+        moved = torch.stack([below, gamma], 1) - learnt
+    return learnt + moved
 
 
 def tune_layers(model: nn.Module, *args: Any) -> dict[str, Tuning]:

@@ -5,6 +5,7 @@
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import operator
@@ -55,18 +56,26 @@ class Options:
         beta: The relaxation, in (0, 2) and not 1. Below 1 it tolerates an f that rotates, as attention does; above 1
             it is faster where f only contracts, as convolutions do. `revdeq.tune` finds a good one. It is rounded to
             float32 once, which makes beta * f exact in float64.
-        gamma: The damping of f, in (0, 2): f(z) is replaced by (1 - gamma) z + gamma f(z). 1 is the paper's iteration.
+        gamma: The damping of f, in (0, 3]: f(z) is replaced by (1 - gamma) z + gamma f(z). 1 is the paper's iteration.
+        schedule: A pair (beta, gamma) for every half-step, for the first ones: a sequence of pairs, a tensor of shape
+            (K, 2), or what `revdeq.tune(..., schedule=True)` found. Shorter solves take its first pairs, and after its
+            end beta and gamma go on. A tensor that requires a gradient gets one.
         max_steps: The number of steps N, each of which evaluates f twice; with a `tol`, the largest number.
         tol: None takes exactly `max_steps` steps and never waits for the device. With tol > 0 the iteration stops
-            after the first step whose relative change, `Solution.residual`, is at most tol.
+            after the first step whose relative change, `Solution.change`, is at most tol.
+        indexed: Whether f is called as f(z, *args, evaluation=k), with k = 0 ... 2 * max_steps - 1, the same on the way
+            back: for modules, embeddings or caches of their own in every evaluation.
+        aux: Whether f returns a pair (state, aux). `Solution.aux` is then the sum of the aux of all evaluations, a
+            tensor or a tree of them, with exact gradients; with aux="list" it is their list.
         state: How the solver keeps y and z. "auto" takes "float64" where that is safe, because the way back loses at
             most 32 of its 53 bits, or because z0 is float64, or because no step has to be undone; and "exact"
             otherwise. "float64" is the paper's mixed precision, whose error grows on the way back, like
             |1 - beta|^-N. "exact" keeps integers in the same 8 bytes, and its steps lose nothing: the gradient is that
             of a stored graph of the same steps, for every beta and N. The integers resolve 6e-8, which is coarser than
-            a float64 f; 1 - beta is rounded to the nearest fraction with a denominator of at most 64; magnitudes must
-            stay below 128 (or set `revdeq.Exact(fraction_bits=...)`). They need 8 more bytes per element of z0
-            whenever so many steps are exceeded: 32 with beta .5, 16 with .75, 13 with .8, 9 with .9.
+            a float64 f; 1 - beta is rounded to the nearest fraction with a denominator of at most 64, and with "auto"
+            always, so that every N has the same iteration; magnitudes must stay below 128 (or set
+            `revdeq.Exact(fraction_bits=...)`). They need 8 more bytes per element of z0 whenever so many steps are
+            exceeded: 32 with beta .5, 16 with .75, 13 with .8, 9 with .9.
         check: What to do when the backward pass finds that its gradient cannot be trusted, because it did not arrive
             at z0 again: "warn", once for each line that calls, "raise", or None to skip the check. On the CPU you are
             told at the end of the backward pass; on other devices, which are not waited for, at a later call of
@@ -86,8 +95,11 @@ class Options:
 
     beta: float = 0.5
     gamma: float = 1.0
+    schedule: Any = None
     max_steps: int = 8
     tol: float | None = None
+    indexed: bool = False
+    aux: bool | str = False
     state: str | Exact = "auto"
     check: str | None = "warn"
     gradient: str = "exact"
@@ -95,13 +107,12 @@ class Options:
     backward_steps: int | None = None
 
     def __post_init__(self) -> None:
-        _coefficient("beta", self.beta)
-        _coefficient("gamma", self.gamma)
-        if Coefficients.rounded(self.beta, self.gamma).a == 0:
-            raise ValueError(
-                f"beta = {self.beta!r} must not be 1, also after rounding to float32: 1 - beta is what the backward "
-                "pass divides by; 0.5 to 0.9 work well, or use revdeq.tune"
-            )
+        _check_pair("beta", self.beta, "gamma", self.gamma)
+        object.__setattr__(self, "schedule", _pairs(self.schedule))
+        for name in ("indexed", "aux"):
+            if not isinstance(getattr(self, name), bool) and (name, self.aux) != ("aux", "list"):
+                also = ' or "list"' if name == "aux" else ""
+                raise TypeError(f"{name} = {getattr(self, name)!r} must be True or False{also}")
         _at_least("max_steps", self.max_steps, 1, "a step evaluates f twice")
         _at_least("keep", self.keep, 0, "the number of last evaluations whose graphs are kept")
         if self.backward_steps is not None:
@@ -125,12 +136,17 @@ class Options:
                 "fixed point by the implicit function theorem"
             )
         if self.gradient == "implicit":
-            for name, none in (("keep", 0), ("backward_steps", None)):
+            for name, none in (("keep", 0), ("backward_steps", None), ("aux", False)):
                 if getattr(self, name) != none:
                     raise ValueError(
                         f"{name} = {getattr(self, name)!r} belongs to gradient='exact': with gradient='implicit' leave "
                         "it out"
                     )
+
+    @property
+    def pairs(self) -> tuple[tuple[float, float], ...]:
+        """Those of the schedule."""
+        return self.schedule or ()
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Options))
@@ -143,9 +159,17 @@ def options_from(keywords: dict[str, Any]) -> Options:
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(NAMES)}"
             value = keywords[name]
             if isinstance(value, torch.Tensor):
-                raise TypeError(f"unknown keyword {name}, a tensor: what f takes beside z is passed by position")
+                raise TypeError(f"unknown keyword {name}, a tensor: pass f's tensors by position, solve(f, z0, x)")
             raise TypeError(f"unknown keyword {name} = {value!r}: {hint}")
-    return Options(**keywords)
+    try:
+        return _options(tuple(keywords.items()))
+    except TypeError:  # a schedule may be a list
+        return Options(**keywords)
+
+
+@functools.lru_cache(256)
+def _options(keywords: tuple[tuple[str, Any], ...]) -> Options:
+    return Options(**dict(keywords))
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -184,15 +208,46 @@ def _float32(x: Any) -> float:
         return math.inf
 
 
-def _coefficient(name: str, value: Any) -> None:
-    excluded = " and not 1" if name == "beta" else ""
-    if not isinstance(value, Real):
-        raise TypeError(f"{name} = {value!r} must be a number in (0, 2){excluded}: it is the same in all steps")
-    if not 0 < _float32(value) < 2:
+MOST = {"beta": "(0, 2) and not 1", "gamma": "(0, 3]"}
+
+
+def _check_pair(beta_name: str, beta: Any, gamma_name: str, gamma: Any) -> None:
+    for kind, name, value in (("beta", beta_name, beta), ("gamma", gamma_name, gamma)):
+        if not isinstance(value, Real):
+            raise TypeError(f"{name} = {value!r} must be a number in {MOST[kind]}; `schedule` takes one for each step")
+        rounded = _float32(value)
+        if not rounded > 0 or not (rounded < 2 or (kind == "gamma" and rounded <= 3)):
+            raise ValueError(
+                f"{name} = {value!r} must lie in {MOST[kind]}, also after rounding to float32: outside, the iteration "
+                "converges for no f; use revdeq.tune to find a good one"
+            )
+    if Coefficients.rounded(beta, gamma).a == 0:
         raise ValueError(
-            f"{name} = {value!r} must lie in (0, 2){excluded}, also after rounding to float32: outside, the iteration "
-            "converges for no f; use revdeq.tune to find a good one"
+            f"{beta_name} = {beta!r} must not be 1, also after rounding to float32: 1 - beta is what the backward "
+            "pass divides by; 0.5 to 0.9 work well, or use revdeq.tune"
         )
+
+
+def _pairs(schedule: Any) -> tuple[tuple[float, float], ...] | None:
+    """Of a schedule as users give it."""
+    schedule = getattr(schedule, "schedule", schedule)  # what revdeq.tune found
+    if schedule is None:
+        return None
+    if isinstance(schedule, torch.Tensor):
+        if schedule.dim() != 2 or schedule.shape[1] != 2:
+            raise ValueError(
+                f"schedule has shape {tuple(schedule.shape)}: it must be (K, 2), a beta and a gamma for each half-step"
+            )
+        schedule = schedule.tolist()
+    try:
+        pairs = [tuple(pair) for pair in schedule]
+    except TypeError:
+        pairs = [()]
+    if any(len(pair) != 2 for pair in pairs):
+        raise TypeError(f"schedule = {schedule!r} must be a sequence of pairs (beta, gamma), one for each half-step")
+    for i, (beta, gamma) in enumerate(pairs):
+        _check_pair(f"schedule[{i}][0]", beta, f"schedule[{i}][1]", gamma)
+    return tuple((float(beta), float(gamma)) for beta, gamma in pairs)
 
 
 def _at_least(name: str, value: Any, least: int, meaning: str) -> None:

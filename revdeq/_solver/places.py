@@ -2,12 +2,15 @@
 
 Autograd keeps the graph of every evaluation of f, but not what it would save there: a number, the place, stands for
 each tensor that is left out. On the way back f is evaluated again, saves the same tensors in the same order, and fills
-the places.
+the places of that evaluation.
 """
 
+import bisect
+import contextlib
 import functools
 import itertools
 import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .. import _device
+from .context import untraced
 from .monitor import ReconstructionError
 
 if TYPE_CHECKING:
@@ -27,23 +31,29 @@ MODIFIED = (
 
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
-    "{shape}, on which f depends, was changed between the forward and the backward pass (a step of an optimizer?), so "
+    "{shape}, on which f depends, was changed between the forward and the backward pass (by an optimizer step?), so "
     "that the gradient would be that of another f; change it after the backward pass"
 )
 
 OTHER_TENSORS = (
-    "f used another tensor of shape {shape} that requires a gradient in the backward pass than in the forward pass, "
-    "with other numbers (a closure whose variables were changed after the solve? torch.func.functional_call or a "
-    "cached parametrization around the forward pass alone?): leave what f closes over as it is until the backward "
-    "pass, or pass these tensors to f through `args`, or make f a module of its own"
+    "in the backward pass f used another tensor of shape {shape} that requires a gradient than in the forward pass, "
+    "with other values (a closure whose variables changed after the solve? torch.func.functional_call or a cached "
+    "parametrization around the forward pass alone?): leave what f closes over as it is until the backward pass, "
+    "pass these tensors to f through `args`, or make f a module"
 )
 
 OTHER_COUNT = (
-    "f does not compute the same when it is called again: in the backward pass it saved {again} tensors for its "
-    "derivative, and in the forward pass {before}, in evaluation {number} (a cache that its first evaluation fills? a "
-    "cached parametrization around the forward pass alone? a choice by a counter, or by random numbers of Python? "
-    ".eval() or requires_grad_() since then?): what f computes must depend on its arguments only; a cache is to be "
-    "filled before the solve, by calling f once"
+    "f does not compute the same when it is called again: in evaluation {k} it saved {before} tensors for its "
+    "derivative in the forward pass and {again} in the backward pass (a cache that its first evaluation fills? a "
+    "cached parametrization around the forward pass alone? a counter, or Python's random numbers? .eval() or "
+    "requires_grad_() since then?): what f computes must depend on its arguments only; fill a cache before the "
+    "solve by calling f once, and take the number of the evaluation from indexed=True"
+)
+
+NOT_DIFFERENTIATED = (
+    "a gradient arrives inside an evaluation of f that is not differentiated (gradient='implicit', backward_steps), "
+    "through something that f computed there and kept (an auxiliary loss, a feature): use gradient='exact' without "
+    "backward_steps, or compute it from solution.z"
 )
 
 
@@ -55,57 +65,244 @@ class Home:
     """Where a tape is: held by its graph, or where the solve is within an f, in a place of that evaluation, which
     forgets it like any tensor and gets another one when it is repeated."""
 
-    __slots__ = ("_evaluation", "_place", "_tape")
+    __slots__ = ("_around", "_place", "_tape")
 
     def __init__(self, tape: "Tape") -> None:
-        around: _Running | None = getattr(_thread, "running", None)
+        around: tuple[Home, Callable[[Any], int]] | None = getattr(_thread, "around", None)
         self._tape = tape if around is None else None
-        self._evaluation = None if around is None else around.evaluation
-        self._place = None if around is None else around.hold(tape)
+        if around is not None:
+            self._around, self._place = around[0], around[1](tape)
 
     def __call__(self) -> "Tape":
         if self._tape is not None:
             return self._tape
-        assert self._evaluation is not None and self._place is not None
-        return self._evaluation.held(self._place)
+        tape = self._around()
+        return tape.places.held(self._place, tape, self._around)
+
+    def unpack(self, place: int) -> Tensor:
+        return (_unpack_untraced if torch.compiler.is_compiling() else _unpack)(self, place)
 
     @property
     def is_within(self) -> bool:
         """Whether the solve is within the f of another one."""
-        return self._evaluation is not None
+        return self._tape is None
 
 
-class Notes:
-    """What the first evaluation of a solve tells about f.
+def _unpack(home: Home, place: int) -> Tensor:
+    tape = home()
+    return tape.places.unpack(place, tape, home)
 
-    needed: whether every evaluation has to note what it saves: because f asks for derivatives itself, or changes in
-        place what was saved, which is an error only if a gradient flows there.
-    leaves: those that need a gradient, by their places, with their versions.
-    devices: of all that was saved.
+
+_unpack_untraced = untraced(_unpack)
+
+
+class Within:
+    """Context manager around evaluations of f: what packs and unpacks what it saves, and what finds a place for the
+    tape of a solve within f."""
+
+    __slots__ = ("_around", "_hooks", "_own")
+
+    def __init__(self, home: Home, pack: Callable[[Any], Any], unpack: Callable[[Any], Any], hold: Any) -> None:
+        self._hooks, self._own = saved_tensors_hooks(pack, unpack), (home, hold)
+
+    def __enter__(self) -> None:
+        self._around, _thread.around = getattr(_thread, "around", None), self._own
+        self._hooks.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.__exit__()
+        _thread.around = self._around
+
+
+class Filled:
+    """What belongs to the places of an evaluation.
+
+    versions: of the tensors when they were saved, if it matters whether f changed them later.
+    outputs: what f returned, as soon as that is known.
+    """
+
+    __slots__ = ("outputs", "tensors", "versions")
+
+    def __init__(self, versions: list[int] | None) -> None:
+        self.tensors: list[Any] = []
+        self.versions = versions
+        self.outputs: list[Tensor] | None = None
+
+    def append(self, x: Any) -> int:
+        """Returns the index of x."""
+        if self.versions is not None:
+            self.versions.append(x._version if isinstance(x, Tensor) else 0)
+        self.tensors.append(x)
+        return len(self.tensors) - 1
+
+    def is_changed(self, i: int) -> bool:
+        x = self.tensors[i]
+        return self.versions is not None and isinstance(x, Tensor) and x._version != self.versions[i]
+
+
+class Places:
+    """The places of a solve, and what belongs to those of a few evaluations.
+
+    filled: by the number of the evaluation.
+    running: the number of the evaluation that is under way, or -1.
+    needs_versions: whether f asks for derivatives itself, or changes in place what was saved, which is an error only if
+        a gradient flows there.
+    devices: of all that the first evaluation saved.
     """
 
     def __init__(self) -> None:
-        self.needed = False
-        self.leaves: dict[int, tuple[Tensor, int]] = {}
+        self._next = itertools.count()
+        self._begins: list[int] = []  # the first place of each evaluation
+        self._counts: list[int] = []  # how many places each has
+        self._shapes: dict[int, Any] = {}
+        self._leaves: dict[int, tuple[Tensor, int]] = {}  # saved by the first evaluation, with their versions
+        self.filled: dict[int, Filled] = {}
+        self.running, self.needs_versions = -1, False
         self.devices: set[torch.device] = set()
+
+    # Forward
+
+    def leaving_out(self, home: Home) -> Within:
+        """What f saves is counted, and forgotten at once. All in C: `next` takes a tensor for what it shall return
+        after the last number, and there is none."""
+        number = functools.partial(next, self._next)
+        return Within(home, number, home.unpack, number)
+
+    def noting(self, home: Home, k: int) -> Within:
+        """What evaluation k saves is there until it is emptied."""
+        filled = self.filled[k] = Filled([])
+
+        def hold(x: Any) -> int:
+            filled.append(x)
+            return next(self._next)
+
+        def pack(x: Tensor) -> int:
+            if k == 0:
+                self._note(len(filled.tensors), x)
+            return hold(x.detach())
+
+        return Within(home, pack, home.unpack, hold)
+
+    def _note(self, i: int, x: Tensor) -> None:
+        self.devices.add(x.device)
+        leaf = _leaf(x)
+        if leaf is not None and leaf.requires_grad and not hasattr(leaf, "fake_mode"):  # a tracer's
+            self._leaves[i] = leaf, leaf._version
+
+    def begin(self, k: int) -> None:
+        """Evaluation k in the forward pass, perhaps once more."""
+        self.running = k
+        del self._begins[k:], self._counts[k:]
+        self._begins.append(next(self._next) + 1)
+
+    def end(self, k: int) -> None:
+        self._counts.append(next(self._next) - self._begins[k])
+        filled = self.filled.get(k)
+        if filled is not None and not self.needs_versions:
+            self.needs_versions = any(map(filled.is_changed, range(len(filled.tensors))))
+
+    def keep(self, k: int, outputs: list[Tensor]) -> None:
+        """What f saved and returned in evaluation k, which is then not repeated."""
+        self.filled.setdefault(k, Filled(None)).outputs = [x.detach() for x in outputs]
+
+    def empty(self, k: int, only: torch.device | None = None) -> None:
+        """Forget what is in the places, or what is on one device: nodes of another one may be late, and still ask."""
+        filled = self.filled.pop(k, None)
+        if filled is None:
+            return
+        others = [x if isinstance(x, Tensor) and x.device != only else None for x in filled.tensors] if only else []
+        filled.tensors.clear()  # what packed them still has the list
+        if others:
+            filled.tensors, filled.outputs, self.filled[k] = others, None, filled
+
+    def note_shapes(self, k: int) -> None:
+        """It may turn out later that this evaluation is not to be differentiated."""
+        self._shapes[k] = [
+            (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in self.filled[k].tensors
+        ]
+
+    # Backward
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Those that f depends on, as far as they are known."""
+        return [leaf for leaf, _ in self._leaves.values()]
 
     def refuse_changes(self) -> None:
         """Before the way back."""
-        for leaf, version in self.leaves.values():
+        for leaf, version in self._leaves.values():
             if leaf._version != version:
                 raise RuntimeError(CHANGED.format(shape=tuple(leaf.shape)))
 
-    def compare(self, leaves: dict[int, Tensor | None]) -> None:
-        """With those of the first evaluation when it was repeated. f may make a leaf itself, but its numbers must be
-        the same, which is asked where a look does not wait for the device."""
-        for i, (before, _) in self.leaves.items():
-            now = leaves[i]
+    def unpack(self, place: int, tape: "Tape", home: Home) -> Tensor:
+        k = bisect.bisect_right(self._begins, place) - 1
+        x = self.held(place, tape, home)
+        filled = self.filled.get(k)
+        if filled is not None and filled.is_changed(place - self._begins[k]):
+            raise RuntimeError(MODIFIED.format(shape=tuple(x.shape)))
+        if k == self.running:
+            self.needs_versions = True
+        return x
+
+    def held(self, place: int, tape: "Tape", home: Home) -> Any:
+        """What belongs to a place. Where it is empty, steps are undone until it is there."""
+        k = bisect.bisect_right(self._begins, place) - 1
+        i, filled = place - self._begins[k], self.filled.get(k)
+        if filled is not None and filled.tensors[i] is not None:
+            return filled.tensors[i]
+        if k == self.running:
+            raise Differentiates
+        if tape.reaches(home, k):
+            return self.filled[k].tensors[i]
+        if k not in self._shapes:
+            raise RuntimeError(NOT_DIFFERENTIATED)
+        shape, dtype, device = self._shapes[k][i]
+        return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+    @contextlib.contextmanager
+    def filling(self, home: Home, k: int) -> Iterator[None]:
+        """Around evaluation k when it is repeated."""
+        filled, begin = Filled([] if self.needs_versions else None), self._begins[k]
+        pack: Callable[[Any], Any] = filled.tensors.append
+        unpack: Callable[[Any], Any] = _differentiates
+        if self.needs_versions:
+            self.filled[k] = filled
+            pack, unpack = lambda x: begin + filled.append(_without_graph(x)), home.unpack
+        self.running = k
+        try:
+            with Within(home, pack, unpack, lambda tape: begin + filled.append(tape)):
+                yield
+        except BaseException:
+            self.filled.pop(k, None)
+            raise
+        finally:
+            self.running = -1
+        if not self.needs_versions or filled.versions is None:
+            # The graph of this repetition, which nobody walks, holds the list.
+            tensors, filled = filled.tensors, Filled(None)
+            filled.tensors = list(tensors)
+            tensors.clear()
+        if len(filled.tensors) != self._counts[k]:
+            raise ReconstructionError(OTHER_COUNT.format(again=len(filled.tensors), before=self._counts[k], k=k + 1))
+        if k == 0:
+            self._compare_leaves(filled.tensors)
+        self.filled[k] = filled
+
+    def _compare_leaves(self, tensors: list[Any]) -> None:
+        """f may make a leaf itself, but its numbers must be the same, which is asked where a look does not wait for the
+        device."""
+        for i, (before, _) in self._leaves.items():
+            now = _leaf(tensors[i])
             if now is before:
                 continue
             likes = [None if x is None else (x.shape, x.dtype, x.device) for x in (before, now)]
             same = likes[0] == likes[1] and (not _device.can_look(before) or torch.equal(before, now))  # type: ignore[arg-type]
             if not same:
                 raise RuntimeError(OTHER_TENSORS.format(shape=tuple(before.shape)))
+
+
+def _differentiates(nothing: None) -> Tensor:
+    raise Differentiates
 
 
 def _leaf(x: Tensor) -> Tensor | None:
@@ -116,197 +313,10 @@ def _leaf(x: Tensor) -> Tensor | None:
     return base if base is not None and base.is_leaf else None
 
 
-class Evaluation:
-    """One evaluation of f, and what belongs to its places while that is at hand.
-
-    k: its number, from 0. count: of its places. values: what f returned, if what it saved is kept.
-    """
-
-    __slots__ = ("__weakref__", "_home", "_likes", "count", "k", "notes", "tensors", "values", "versions")
-
-    def __init__(self, home: Home | None, k: int) -> None:
-        """Without a home, nothing can be put back: no gradient may come here."""
-        self._home, self.k, self.count = home, k, 0
-        self.tensors: list[Any] | None = None
-        self.versions: list[int] | None = None
-        self.values: list[Tensor] | None = None
-        self._likes: list[Any] | None = None
-        self.notes: Notes | None = None  # while it is evaluated, and noted
-
-    @property
-    def is_recorded(self) -> bool:
-        return self._home is not None
-
-    @property
-    def is_within_another(self) -> bool:
-        """Whether its solve is within the f of another one."""
-        return self._home is not None and self._home.is_within
-
-    def note_shapes(self) -> None:
-        """It may turn out later that this evaluation is not to be differentiated."""
-        self._likes = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in self.tensors or []]
-
-    def empty(self, only: torch.device | None = None) -> None:
-        """Forget what is in the places, or what is on one device: nodes of another one may be late, and still ask."""
-        self.values = None
-        if only is None or self.tensors is None:
-            self.tensors = self.versions = None
-        else:
-            self.tensors = [x if isinstance(x, Tensor) and x.device != only else None for x in self.tensors]
-
-    def unpack(self, place: int) -> Tensor:
-        x = self.held(place)
-        if self.versions is not None and x._version != self.versions[place]:
-            raise RuntimeError(MODIFIED.format(shape=tuple(x.shape)))
-        if self.notes is not None:
-            self.notes.needed = True
-        return x
-
-    def held(self, place: int) -> Any:
-        x = None if self.tensors is None else self.tensors[place]
-        return self._found(place) if x is None else x
-
-    def _found(self, place: int) -> Any:
-        """What belongs to a place that is empty: steps are undone until it is there."""
-        running = getattr(_thread, "running", None)
-        if running is not None and running.evaluation is self:
-            raise Differentiates
-        if self._home is None:
-            raise RuntimeError(
-                "a gradient arrives inside an evaluation of f that is not differentiated (gradient='implicit', "
-                "backward_steps), through something that f computed there and kept (an auxiliary loss, a feature): use "
-                "gradient='exact' without backward_steps, or compute it from solution.z"
-            )
-        if self._home().reaches(self):
-            assert self.tensors is not None
-            return self.tensors[place]
-        assert self._likes is not None
-        shape, dtype, device = self._likes[place]
-        return torch.zeros((), dtype=dtype, device=device).expand(shape)
-
-
-class _Running:
-    """Context manager around an evaluation. Solves within f find it here."""
-
-    def __init__(self, evaluation: Evaluation) -> None:
-        self.evaluation = evaluation
-
-    def _enter(self, pack: Any, unpack: Any) -> None:
-        self._around, _thread.running = getattr(_thread, "running", None), self
-        self._hooks = saved_tensors_hooks(pack, unpack)
-        self._hooks.__enter__()
-
-    def _exit(self) -> None:
-        self._hooks.__exit__()
-        _thread.running = self._around
-        del self._hooks, self._around  # which hold this
-
-    def hold(self, tape: "Tape") -> int:
-        """A place for a solve within f."""
-        raise NotImplementedError
-
-
-class LeavingOut(_Running):
-    """What f saves is counted, and forgotten at once."""
-
-    def __enter__(self) -> None:
-        self._count = itertools.count()
-        # All in C: `next` takes a tensor for what it shall return after the last number, and there is none.
-        self._enter(functools.partial(next, self._count), self.evaluation.unpack)
-
-    def __exit__(self, *exception: object) -> None:
-        self._exit()
-        self.evaluation.count = next(self._count)
-
-    def hold(self, tape: "Tape") -> int:
-        return next(self._count)
-
-
-class Noting(_Running):
-    """What f saves is noted, and there until the evaluation is emptied."""
-
-    def __init__(self, evaluation: Evaluation, notes: Notes, again: bool = False) -> None:
-        super().__init__(evaluation)
-        self._notes, self._again = notes, again
-
-    def __enter__(self) -> None:
-        it = self.evaluation
-        it.tensors, it.versions, it.notes = [], [], self._notes
-        self._leaves: dict[int, Tensor | None] = {}
-        self._enter(self._pack, it.unpack)
-
-    def _pack(self, x: Tensor) -> int:
-        version, place = x._version, self._hold(x.detach(), x._version)
-        if self.evaluation.k == 0 and self._again:
-            self._leaves[place] = _leaf(x)
-        elif self.evaluation.k == 0:
-            self._notes.devices.add(x.device)
-            leaf = _leaf(x)
-            if leaf is not None and leaf.requires_grad and not hasattr(leaf, "fake_mode"):  # a tracer's
-                self._notes.leaves[place] = leaf, version
-        return place
-
-    def _hold(self, value: Any, version: int) -> int:
-        tensors, versions = self.evaluation.tensors, self.evaluation.versions
-        assert tensors is not None and versions is not None
-        tensors.append(value)
-        versions.append(version)
-        return len(tensors) - 1
-
-    def __exit__(self, kind: object, *exception: object) -> None:
-        self._exit()
-        it, it.notes = self.evaluation, None
-        if kind is not None:
-            it.tensors = None
-            return
-        assert it.tensors is not None and it.versions is not None
-        if self._again:
-            _check(it, len(it.tensors))
-            if it.k == 0:
-                self._notes.compare(self._leaves)
-            return
-        it.count = len(it.tensors)
-        pairs = zip(it.tensors, it.versions, strict=True)
-        self._notes.needed |= any(isinstance(x, Tensor) and x._version != version for x, version in pairs)
-
-    def hold(self, tape: "Tape") -> int:
-        return self._hold(tape, 0)
-
-
-class Filling(_Running):
-    """What f saves, when it is evaluated again, fills the places."""
-
-    def __init__(self, evaluation: Evaluation, notes: Notes) -> None:
-        super().__init__(evaluation)
-        self._notes = notes
-
-    def __enter__(self) -> None:
-        self._tensors: list[Any] = []
-        self._enter(self._tensors.append, _differentiates)
-
-    def __exit__(self, kind: object, *exception: object) -> None:
-        self._exit()
-        tensors = list(self._tensors)
-        self._tensors.clear()  # the graph of this repetition, which nobody walks, holds it
-        if kind is None:
-            _check(self.evaluation, len(tensors))
-            if self.evaluation.k == 0:
-                self._notes.compare({i: _leaf(tensors[i]) for i in self._notes.leaves})
-            self.evaluation.tensors, self.evaluation.versions = tensors, None
-
-    def hold(self, tape: "Tape") -> int:
-        self._tensors.append(tape)
-        return len(self._tensors) - 1
-
-
-def _check(evaluation: Evaluation, again: int) -> None:
-    if again != evaluation.count:
-        raise ReconstructionError(OTHER_COUNT.format(again=again, before=evaluation.count, number=evaluation.k + 1))
-
-
-def _differentiates(nothing: None) -> Tensor:
-    raise Differentiates
+def _without_graph(x: Tensor) -> Tensor:
+    """A view of a leaf has none that would hold anything, and tells what it is a view of."""
+    return x.detach() if _leaf(x) is None else x
 
 
 _thread = threading.local()
-"""running: around the evaluation of f that this thread is in, if it is."""
+"""around: the solve whose f this thread is in, if it is, and what finds a place there for a solve within."""

@@ -6,14 +6,14 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..kernels import reference_exact as exact
-from ..kernels.half_step import Coefficients, HalfStep
+from ..kernels.half_step import Coefficients, HalfStep, Linear
 from ..kernels.radix import LARGEST_DENOMINATOR, Radix
 from .deferred import report, settle
 from .options import Exact, Options
@@ -24,12 +24,13 @@ class Scheme(abc.ABC):
     """How the solver stores y and z, and which kernels step them, with which coefficients.
 
     name: "float64" or "exact". remedy: what to do when the way back is lost.
-    step: the coefficients of every step, after rounding.
+    step: the coefficients of every half-step, after rounding, but for the first ones of a schedule.
     """
 
     name: ClassVar[str]
     remedy: ClassVar[str]
     step: Any
+    schedule: tuple[Any, ...]
 
     @property
     def beta(self) -> float:
@@ -44,6 +45,21 @@ class Scheme(abc.ABC):
         """The distance between neighbouring numbers, where it does not depend on their size."""
         return 0.0
 
+    def at(self, k: int) -> Any:
+        """The coefficients of half-step k."""
+        return self.schedule[k] if k < len(self.schedule) else self.step
+
+    def adjoint_at(self, k: int, count: int) -> Linear:
+        """With x_k what half-step k of `count` wrote, and its adjoint kept multiplied by b_k, those of
+
+            adjoint_k = a adjoint_{k+2} + b vjp_{k+1} + c adjoint_{k+1}
+
+        Nothing follows x_{count-2} by its a: an adjoint that is there before was divided by it."""
+        if k >= len(self.schedule):
+            return self.step
+        now, other, after = self.at(k), self.at(k + 1), self.at(k + 2 if k + 2 < count else k)
+        return Coefficients(after.a * now.b / after.b, now.b, other.c * now.b / other.b)
+
     @abc.abstractmethod
     def start(self, initial: Sequence[Tensor], like: State) -> State:
         """The initial state, laid out like `like`."""
@@ -53,8 +69,12 @@ class Scheme(abc.ABC):
         """The state in the dtypes that f reads."""
 
     @abc.abstractmethod
-    def bind(self, state: State, copy: State, half_steps: int, spilled: list[State] | None = None) -> list[Any]:
-        """Half-steps, as many as are announced; with `spilled`, to undo as many."""
+    def carried(self, state: State, like: State) -> State:
+        """The state in which another solve ended, laid out like `like`."""
+
+    @abc.abstractmethod
+    def bind(self, which: int, state: State, copy: State, steps: int, spilled: list[State] | None = None) -> list[Any]:
+        """The half-steps of y (0) or z (1), for as many steps as are announced; with `spilled`, to undo as many."""
 
     @abc.abstractmethod
     def make_room(self, half_steps: list[Any]) -> None:
@@ -81,6 +101,7 @@ class Float64(Scheme):
     )
     step: Coefficients
     half_step: type[HalfStep]
+    schedule: tuple[Coefficients, ...] = ()
 
     def start(self, initial: Sequence[Tensor], like: State) -> State:
         return [torch.empty_like(c, dtype=torch.float64).copy_(x) for x, c in zip(initial, like, strict=True)]
@@ -88,7 +109,10 @@ class Float64(Scheme):
     def read(self, state: State, like: State) -> State:
         return [torch.empty_like(x, dtype=c.dtype).copy_(x) for x, c in zip(state, like, strict=True)]
 
-    def bind(self, state: State, copy: State, half_steps: int, spilled: list[State] | None = None) -> list[HalfStep]:
+    def carried(self, state: State, like: State) -> State:
+        return self.start(state, like)
+
+    def bind(self, which: int, state: State, copy: State, steps: int, spilled: list[State] | None = None) -> list[Any]:
         return [self.half_step(x, c) for x, c in zip(state, copy, strict=True)]
 
     def make_room(self, half_steps: list[HalfStep]) -> None:
@@ -109,6 +133,7 @@ class Integers(Scheme):
     remedy: ClassVar[str] = "The exact state loses nothing: "
     step: Radix
     half_step: type[exact.HalfStep]
+    schedule: tuple[Radix, ...] = ()
 
     @property
     def resolution(self) -> float:
@@ -129,10 +154,20 @@ class Integers(Scheme):
             exact.decode(x >> 32, c, self.step)
         return copies
 
-    def bind(self, state: State, copy: State, half_steps: int, spilled: list[State] | None = None) -> list[Any]:
+    def carried(self, state: State, like: State) -> State:
+        """With a remainder of 0, as if it began here."""
+        return [torch.empty_like(c, dtype=torch.int64).copy_(x >> 32 << 32) for x, c in zip(state, like, strict=True)]
+
+    def bind(self, which: int, state: State, copy: State, steps: int, spilled: list[State] | None = None) -> list[Any]:
         backs = spilled if spilled is not None else [None] * len(state)
-        rows = zip(state, copy, backs, strict=True)
-        return [self.half_step(x, c, [self.step] * half_steps, back) for x, c, back in rows]
+        announced = self._announced(which, 0, steps)
+        return [self.half_step(x, c, announced, back) for x, c, back in zip(state, copy, backs, strict=True)]
+
+    def _announced(self, which: int, first: int, count: int) -> list[Radix]:
+        """Of y or z, from a step on."""
+        if 2 * first >= len(self.schedule):
+            return [self.step] * count
+        return [self.at(2 * n + which) for n in range(first, first + count)]
 
     def make_room(self, half_steps: list[exact.HalfStep]) -> None:
         for half_step in half_steps:
@@ -144,9 +179,9 @@ class Integers(Scheme):
         if step == 1:
             settle()  # z0's own alarm has come, too
         self._judge(values[2:], first_step=step)
-        for h in half_steps:
-            if h.done == len(h.plan.steps):
-                h.announce([self.step] * h.done)  # twice as many in all, and little for solves that end soon
+        for i, h in enumerate(half_steps):  # first those of y, then those of z
+            if h.done == len(h.plan.steps):  # twice as many in all, and little for solves that end soon
+                h.announce(self._announced(2 * i // len(half_steps), h.done, h.done))
         return values[:2].view(torch.float32).tolist()
 
     def check(self, half_steps: list[exact.HalfStep]) -> None:
@@ -193,30 +228,56 @@ in every run that lost less."""
 
 def scheme_for(options: Options, initial: Sequence[Tensor]) -> Scheme:
     """The scheme that the options ask for, of an iteration that starts from these tensors."""
-    radix, device = radix_of(options), initial[0].device
+    device = initial[0].device
     kernels.backends.say_once_what_is_missing(device, "float64")
-    if radix is None or (options.state == "auto" and _is_safe(options, initial)):
-        return Float64(_float64_coefficients(options), kernels.half_step_for(device, "float64"))
-    return Integers(radix, kernels.half_step_for(device, "exact"))
+    plan = _plan(options)
+    if plan.radix is None or (options.state == "auto" and _is_safe(options, plan, initial)):
+        return Float64(plan.step, kernels.half_step_for(device, "float64"), plan.schedule)
+    return Integers(plan.radix, kernels.half_step_for(device, "exact"), plan.radix_schedule)
 
 
-def rounded_coefficients(options: Options) -> Coefficients:
-    """Of the iteration as it runs: an exact state has its own rounding of beta."""
-    radix = None if options.state == "auto" else radix_of(options)
-    return _float64_coefficients(options) if radix is None else Coefficients.rounded(radix.beta, radix.gamma)
+class _Plan(NamedTuple):
+    """Coefficients for both states. With state="auto" they are the same, so that the iteration is."""
+
+    step: Coefficients
+    schedule: tuple[Coefficients, ...]
+    radix: Radix | None
+    radix_schedule: tuple[Radix, ...]
 
 
-def _float64_coefficients(options: Options) -> Coefficients:
-    return Coefficients.rounded(float(options.beta), float(options.gamma))
+@functools.lru_cache(64)
+def _plan(options: Options) -> _Plan:
+    radix, pairs = radix_of(options), [(float(options.beta), float(options.gamma)), *options.pairs]
+    if radix is None:
+        step, *schedule = (Coefficients.rounded(*pair) for pair in pairs)
+        return _Plan(step, tuple(schedule), None, ())
+    radices = [Radix.nearest(beta, radix.fraction_bits, gamma) for beta, gamma in pairs]
+    step, *schedule = (Coefficients.rounded(r.beta, gamma) for r, (_, gamma) in zip(radices, pairs, strict=True))
+    return _Plan(step, tuple(schedule), radix, tuple(radices[1:]))
 
 
-def _is_safe(options: Options, initial: Sequence[Tensor]) -> bool:
+def rounded_coefficients(options: Options) -> tuple[Coefficients, tuple[Coefficients, ...]]:
+    """Of the iteration as it runs, and of its schedule."""
+    return _plan(options)[:2]
+
+
+def _is_safe(options: Options, plan: _Plan, initial: Sequence[Tensor]) -> bool:
     """Whether a float64 state will do: no step is undone, or f is as fine as the state, or little is lost."""
     if not torch.is_grad_enabled() or options.gradient == "implicit" or any(x.dtype == torch.float64 for x in initial):
         return True
-    step = _float64_coefficients(options)
     undone = min(options.max_steps, options.backward_steps or options.max_steps)
-    return 2 * undone * math.log2((1 + abs(step.b)) / abs(step.a)) <= SAFE_BITS
+    return _lost_bits(plan, 2 * (options.max_steps - undone), 2 * options.max_steps) <= SAFE_BITS
+
+
+@functools.lru_cache(64)
+def _lost_bits(plan: _Plan, first: int, end: int) -> float:
+    scheduled = plan.schedule[first:end]
+    constant = max(0, end - max(first, len(plan.schedule)))
+    return sum(map(_bits, scheduled)) + constant * _bits(plan.step)
+
+
+def _bits(step: Coefficients) -> float:
+    return math.log2((1 + abs(step.b)) / abs(step.a))
 
 
 def radix_of(options: Options) -> Radix | None:
@@ -225,11 +286,11 @@ def radix_of(options: Options) -> Radix | None:
         return None
     bits = options.state.fraction_bits if isinstance(options.state, Exact) else Exact().fraction_bits
     radix = Radix.nearest(float(options.beta), bits, float(options.gamma))
-    if radix.p != 0 and radix.p < radix.d:
+    if radix.p < radix.d:
         return radix
     if options.state == "auto":
         return None
     raise ValueError(
         f"beta = {options.beta:.6g} has no usable fraction: state='exact' takes 1 - beta = p / d with d <= "
-        f"{LARGEST_DENOMINATOR}, neither 0 nor 1; use beta = 0.5, 0.8 or 0.9, for example"
+        f"{LARGEST_DENOMINATOR}, and not 1; use beta = 0.5, 0.8 or 0.9, for example"
     )

@@ -1,40 +1,47 @@
 """revdeq.solve: the fixed point of f by the reversible iteration, with exact gradients in constant memory."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from ..kernels.half_step import Coefficients
 from .call import Call
 from .context import untraced
 from .deferred import settle
-from .implicit import Adjoint, Implicit
-from .monitor import Monitor, call_site
+from .implicit import Implicit
+from .monitor import Adjoint, Monitor, call_site
 from .options import options_from, with_options
 from .private import has_tangents, is_transformed
-from .scheme import rounded_coefficients, scheme_for
-from .state import checked_state
-from .tape import NORM_FLOOR, Tape
+from .scheme import Scheme, rounded_coefficients, scheme_for
+from .state import State, checked_state, checked_y0
+from .tape import NORM_FLOOR, End, Start, Tape, relative_distance
 from .unrolled import has_fakes, is_traced, unrolled
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The result of `revdeq.solve`.
+    """The result of `revdeq.solve`, and of each step of `revdeq.steps`.
 
     Attributes:
         z, y: The final states, shaped like z0, in z0's dtype, differentiable. z is the one to use.
         steps: The number of steps that were taken.
-        residual: The relative change ‖z_N - z_{N-1}‖ / (‖z_N‖ + 1e-5) of the last step, a 0-d tensor without a
-            gradient. Reading it may wait for the device.
-        beta, gamma: The coefficients that were used: those asked for, rounded to float32, or for the exact state to a
-            fraction.
+        change: The relative change ‖z_N - z_{N-1}‖ / (‖z_N‖ + 1e-5) of the last step, a 0-d tensor without a
+            gradient. Reading it may wait for the device. It is what `tol` is compared with, and not the residual
+            ‖f(z) - z‖ / ‖z‖, which can be several times larger.
+        beta, gamma: The coefficients that were used: those asked for, rounded to float32, or with state="auto" and
+            "exact" to a fraction.
         state: "float64" or "exact": how y and z were kept.
-        adjoint: With gradient="implicit", the steps and the residual of the backward pass, once it has run.
+        adjoint: What the backward pass did, once it has run: by how much the adjoint grew, and with
+            gradient="implicit" its steps and its change.
+        aux: With aux=True, the sum of what f returned beside its state; in `revdeq.steps`, that of this step.
+
+    A copy of it (copy.deepcopy) has no graph.
 
     Example:
         >>> solution = revdeq.solve(f, z0, x, max_steps=4)
@@ -45,38 +52,100 @@ class Solution:
     z: Any
     y: Any
     steps: int
-    residual: Tensor
+    change: Tensor
     beta: float
     gamma: float
     state: str
-    adjoint: Adjoint | None = None
+    adjoint: Adjoint
+    aux: Any = None
+    carry: "Carry | None" = field(default=None, repr=False, compare=False)
 
     @property
     def nfe(self) -> int:
         """The number of evaluations of f in the forward pass."""
         return 2 * self.steps
 
+    @property
+    def gap(self) -> Tensor:
+        """The relative distance ‖y - z‖ / (‖z‖ + 1e-5), a 0-d tensor. Where y and z settle at two different points,
+        neither is a fixed point."""
+        y, z = tree_leaves(self.y), tree_leaves(self.z)
+        return relative_distance([x.detach() for x in y], [x.detach() for x in z])
+
+    @property
+    def residual(self) -> Tensor:
+        """The old name of `change`."""
+        return renamed(self.change, "Solution.residual", "Solution.change")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Solution":
+        def copied(x: Any) -> Any:
+            return x.detach().clone() if isinstance(x, Tensor) else x
+
+        z, y, aux = (tree_map(copied, tree) for tree in (self.z, self.y, self.aux))
+        return replace(self, z=z, y=y, aux=aux, change=self.change.clone(), adjoint=Adjoint(), carry=None)
+
+
+def renamed(value: Any, old: str, new: str) -> Any:
+    """A value by its old name."""
+    warnings.warn(f"{old} is called {new} now", DeprecationWarning, stacklevel=3)
+    return value
+
+
+@dataclass(frozen=True)
+class Carry:
+    """The states in which a solve ended, from which another one can go on to the last bit. A backward pass undoes its
+    steps in the same memory, unless the graph is kept: the versions tell."""
+
+    scheme: Scheme
+    states: tuple[State, State]
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, scheme: Scheme, states: tuple[State, State]) -> "Carry":
+        return cls(scheme, states, tuple(x._version for state in states for x in state))
+
+    def for_(self, scheme: Scheme) -> tuple[State, State] | None:
+        """The states, if they are of this kind: others start from what f reads of them."""
+        if scheme.name != self.scheme.name or scheme.resolution != self.scheme.resolution:
+            return None
+        if self.versions != tuple(x._version for state in self.states for x in state):
+            raise RuntimeError(
+                "the steps of the solution that this solve goes on from were undone by its backward pass: go on "
+                "before backward, or start from its values, solve(f, s.z, x, y0=s.y)"
+            )
+        return self.states
+
 
 @with_options
-def solve(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Solution:
+def solve(
+    f: Callable[..., Any],
+    z0: Any,
+    *args: Any,
+    y0: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Solution:
     """Find z = f(z, *args) by the reversible fixed-point iteration (equation 5 of the paper)
 
         y' = (1 - beta) y + beta f(z)        z' = (1 - beta) z + beta f(y')
 
-    from y = z = z0. The backward pass inverts each step, so its memory does not grow with `max_steps`, and
-    the gradient is that of the very iteration that ran.
+    from y = z = z0, unless y0 is given. The backward pass inverts each step, so its memory does not grow with
+    `max_steps`, and the gradient is that of the very iteration that ran.
 
     Args:
         f: A module or any callable. It returns something shaped like z, and it must compute the same when it is
             called again with the same input.
-        z0: A tensor, or a nested tuple, list or dict of tensors, of dtype float32, float64, bfloat16 or float16,
-            which is the dtype that f sees. The solver's own states are float64 or exact, whatever f computes in.
-        args: Passed on to f. Gradients reach z0, tensors in args, the parameters of f and tensors that f closes
+        z0: A tensor, or a nested tuple, list, dict or dataclass of tensors, of dtype float32, float64, bfloat16 or
+            float16, which is the dtype that f sees. The solver's own states are float64 or exact, whatever f computes
+            in. Or a `revdeq.Solution` of another solve, with whose states this one goes on, to the last bit.
+        args: Passed on to f. Gradients reach z0, y0, tensors in args, the parameters of f and tensors that f closes
             over.
+        y0: Where y starts, shaped like z0, if it is not z0.
+        kwargs: Keyword arguments for f.
         {options}
 
     Returns:
-        A `revdeq.Solution`, with the states z and y, the number of steps and the residual.
+        A `revdeq.Solution`, with the states z and y, the number of steps and the change in the last one.
 
     Raises:
         FloatingPointError: f returns NaN or infinity, or the iteration diverges.
@@ -108,13 +177,73 @@ def solve(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Solutio
     runs as it is. torch.export, torch.jit.trace and make_fx record a solve as plain operations, unrolled.
     With tol=None no pass waits for the device, so that both can be captured in a CUDA graph.
     """
+    call = f, z0, args, y0, kwargs, options
     if is_traced() or has_fakes(z0):
-        return _solve_traceably(f, z0, args, options)
+        return _solve_traceably(*call)
     run = _solve_untraced if torch.compiler.is_compiling() else _solve
-    return run(f, z0, args, options)
+    return run(*call)
 
 
-def _solve(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Solution:
+def _solve(*call: Any) -> Solution:
+    tape, spec = _tape(*call)
+    end = tape.run()
+    if tape.last is not None:  # the gradient is that of the fixed point
+        last = Implicit.apply(tape, [*end.y, *end.z], *tape.last.outputs)
+        end = end._replace(y=last[: len(end.y)], z=last[len(end.y) :])
+    return _solution(tape, spec, end)
+
+
+@with_options
+def steps(
+    f: Callable[..., Any],
+    z0: Any,
+    *args: Any,
+    y0: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[Solution]:
+    """The iteration of `revdeq.solve`, step by step, with the same bits.
+
+    Every step gives a `revdeq.Solution`, whose z and y are differentiable: losses of states on the way have exact
+    gradients, in the memory of the states that you keep. Leave the loop when you have seen enough.
+
+    Args:
+        f: As for `revdeq.solve`.
+        z0: As for `revdeq.solve`.
+        args: As for `revdeq.solve`.
+        y0: As for `revdeq.solve`.
+        kwargs: As for `revdeq.solve`.
+        {options}
+
+    Returns:
+        An iterator over at most `max_steps` solutions; with a `tol`, it ends where the solve would.
+
+    Raises:
+        ValueError: gradient is "implicit", or there are `backward_steps`: both are about the last step.
+
+    Example:
+        >>> loss = sum(s.z.square().mean() for s in revdeq.steps(f, z0, x, max_steps=4))
+        >>> loss.backward()
+    """
+    if is_traced() or has_fakes(z0):
+        raise RuntimeError("revdeq.steps cannot be traced or exported: use revdeq.solve, which unrolls itself there")
+    checked = options_from(options)
+    for name, usual in (("gradient", "exact"), ("backward_steps", None)):
+        if getattr(checked, name) != usual:
+            raise ValueError(f"{name} = {getattr(checked, name)!r} is about the last step, which steps does not know")
+    tape, spec = _tape(f, z0, args, y0, kwargs, options)
+    return (_solution(tape, spec, end) for end in tape.stepwise())
+
+
+def _tape(
+    f: Callable[..., Any],
+    z0: Any,
+    args: tuple[Any, ...],
+    y0: Any,
+    kwargs: Mapping[str, Any] | None,
+    keywords: dict[str, Any],
+) -> tuple[Tape, TreeSpec]:
+    """A solve that is about to begin, and the structure of its state."""
     checked_f(f)
     options = options_from(keywords)
     if has_tangents():
@@ -128,58 +257,92 @@ def _solve(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict
             "batch dimension in place of vmap and with autograd in place of grad"
         )
     settle()
+    carry = None
+    if isinstance(z0, Solution):
+        if y0 is not None:
+            raise ValueError("y0 is given beside a solution to go on from, which has its own: leave it out")
+        z0, y0, carry = z0.z, z0.y, z0.carry
     initial, spec = checked_state(z0)
+    y = [] if y0 is None else checked_y0(y0, initial, spec)
     scheme = scheme_for(options, initial)
+    start = Start(initial, y, None if carry is None else carry.for_(scheme))
     monitor = None
     if options.check is not None:
         setting = f"beta = {scheme.beta:.6g}, N = {options.max_steps} steps"
         monitor = Monitor(options.check, call_site(), setting, scheme.name, scheme.resolution, scheme.remedy)
+    call = Call(f, initial, spec, args, kwargs or {}, options.indexed, bool(options.aux))
+    return Tape(call, start, scheme, options, monitor, learnt(keywords)), spec
 
-    tape = Tape(Call(f, initial, spec, args), initial, scheme, options, monitor)
-    y, z, adjoint = *tape.run(initial), None
-    if tape.last is not None:  # the gradient is that of the fixed point
-        adjoint = Adjoint()
-        last = Implicit.apply(tape, adjoint, [*y, *z], *tape.last.outputs)
-        y, z = last[: len(initial)], last[len(initial) :]
+
+def _solution(tape: Tape, spec: TreeSpec, end: End) -> Solution:
     assert tape.norms is not None
     change, value = tape.norms.sqrt()
+    scheme = tape.scheme
     return Solution(
-        z=tree_unflatten(z, spec),
-        y=tree_unflatten(y, spec),
+        z=tree_unflatten(end.z, spec),
+        y=tree_unflatten(end.y, spec),
         steps=tape.steps,
-        residual=change / (value + NORM_FLOOR),
+        change=change / (value + NORM_FLOOR),
         beta=scheme.beta,
         gamma=scheme.gamma,
         state=scheme.name,
-        adjoint=adjoint,
+        adjoint=tape.adjoint,
+        aux=end.aux,
+        carry=None if end.states is None else Carry.of(scheme, end.states),
     )
+
+
+def learnt(keywords: dict[str, Any]) -> Tensor | None:
+    """The schedule, if it is to get a gradient."""
+    schedule = keywords.get("schedule")
+    return schedule if isinstance(schedule, Tensor) and schedule.requires_grad else None
 
 
 # In a compiled model the solve is one graph break. (torch.compiler.disable would import the compiler at once.)
 _solve_untraced = untraced(_solve)
 
 
-def _solve_traceably(f: Callable[..., Any], z0: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Solution:
+def _solve_traceably(
+    f: Callable[..., Any],
+    z0: Any,
+    args: tuple[Any, ...],
+    y0: Any,
+    kwargs: Mapping[str, Any] | None,
+    keywords: dict[str, Any],
+) -> Solution:
     """In plain operations: a tracer sees nothing of what a kernel computes."""
-    if keywords.get("tol") is not None:
-        raise ValueError(
-            f"tol = {keywords['tol']!r}: a model that is traced or exported takes a fixed number of steps; use tol=None"
-        )
-    step, max_steps = _constants_of(**keywords)
-    y, z, before = unrolled(checked_f(f), z0, args, step, max_steps)
+    for name in ("tol", "aux"):
+        if keywords.get(name):
+            raise ValueError(
+                f"{name} = {keywords[name]!r}: a model that is traced or exported takes a fixed number of steps, and "
+                f"nothing beside them; leave {name} out"
+            )
+    step, schedule, max_steps, indexed = _constants_of(**keywords)
+    coefficients = [*schedule[: 2 * max_steps], *[step] * (2 * max_steps - len(schedule))]
+    run = checked_f(f)
+    if kwargs:
+        run = functools.partial(run, **kwargs)
+    y, z, before = unrolled(run, z0, args, coefficients, y0=y0, indexed=indexed)
     pairs = zip(tree_leaves(z), tree_leaves(before), strict=True)
     changes = [(new.double() - old.double()).square().sum() for new, old in pairs]
     values = [x.double().square().sum() for x in tree_leaves(z)]
-    residual = torch.stack(changes).sum().sqrt() / (torch.stack(values).sum().sqrt() + NORM_FLOOR)
+    change = torch.stack(changes).sum().sqrt() / (torch.stack(values).sum().sqrt() + NORM_FLOOR)
     return Solution(
-        z=z, y=y, steps=max_steps, residual=residual.detach(), beta=step.beta, gamma=step.gamma, state="float64"
+        z=z,
+        y=y,
+        steps=max_steps,
+        change=change.detach(),
+        beta=step.beta,
+        gamma=step.gamma,
+        state="float64",
+        adjoint=Adjoint(),
     )
 
 
-def _constants_of(**keywords: Any) -> tuple[Coefficients, int]:
+def _constants_of(**keywords: Any) -> tuple[Coefficients, tuple[Coefficients, ...], int, bool]:
     """With a state of float64 numbers, also where integers are asked for: their iteration, up to their resolution."""
     options = options_from(keywords)
-    return rounded_coefficients(options), options.max_steps
+    return *rounded_coefficients(options), options.max_steps, options.indexed
 
 
 _constants_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.export would trace into its fractions

@@ -1,10 +1,19 @@
 """A state: a tensor, or a nested tuple, list or dict of tensors, as a flat list of its tensors."""
 
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    register_dataclass,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 from ..kernels.half_step import DTYPES, layout
 
@@ -18,14 +27,16 @@ def refuse_device(name: str, device: torch.device) -> None:
         raise ValueError(f"{name} is on {device}, which has no float64 to keep the states in: move it and f to the CPU")
 
 
-def checked_state(z0: Any) -> tuple[State, TreeSpec]:
+def checked_state(z0: Any, called: str = "z0") -> tuple[State, TreeSpec]:
     """The tensors of z0, and its structure."""
+    if not isinstance(z0, Tensor):
+        _register_dataclasses(z0)
     paths, spec = tree_flatten_with_path(z0)
     if not paths:
-        raise ValueError(f"z0 = {z0!r} has no tensor in it: pass a tensor, or a tuple, list or dict of tensors")
+        raise ValueError(f"{called} = {z0!r} has no tensor in it: pass a tensor, or a tuple, list or dict of tensors")
     leaves = []
     for path, x in paths:
-        name = f"z0{keystr(path)}"
+        name = f"{called}{keystr(path)}"
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"{name} is of type {type(x).__name__}: it must be a tensor (or a tuple, list or dict of tensors)"
@@ -39,12 +50,30 @@ def checked_state(z0: Any) -> tuple[State, TreeSpec]:
             raise TypeError(f"{name} has layout {x.layout}: it must be dense; convert it with {name}.to_dense()")
         if x.device != paths[0][1].device:
             raise ValueError(
-                f"{name} is on {x.device} and the first tensor of z0 on {paths[0][1].device}: use one device"
+                f"{name} is on {x.device} and the first tensor of {called} on {paths[0][1].device}: use one device"
             )
         refuse_device(name, x.device)
         # A tensor made in inference mode cannot be saved for the backward pass; its copy can.
         leaves.append(x.clone() if x.is_inference() and torch.is_grad_enabled() else x.resolve_neg())
     return leaves, spec
+
+
+def checked_y0(y0: Any, initial: State, spec: TreeSpec) -> State:
+    """The tensors of y0, if they are like those of z0."""
+    leaves, structure = checked_state(y0, "y0")
+    likes = [[(x.shape, x.dtype, x.device) for x in state] for state in (leaves, initial)]
+    if structure != spec or likes[0] != likes[1]:
+        raise ValueError(
+            "y0 must have the structure, shapes, dtypes and device of z0: both are states of one iteration"
+        )
+    return leaves
+
+
+def _register_dataclasses(tree: Any) -> None:
+    """So that torch's trees go into them."""
+    while found := {type(x) for x in tree_leaves(tree) if is_dataclass(x) and not isinstance(x, type)}:
+        for kind in found:
+            register_dataclass(kind)
 
 
 def holds_others(x: Tensor) -> bool:

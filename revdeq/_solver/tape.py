@@ -17,35 +17,61 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import _device
 from ..kernels.backends import together
 from .call import Call
 from .context import OnceMore, untraced
-from .monitor import Monitor
+from .monitor import Adjoint, Monitor
 from .options import Options
-from .places import Differentiates, Evaluation, Home, LeavingOut, Notes, Noting
-from .private import current_pass, is_batched
+from .places import Differentiates, Home, Places
+from .private import current_pass, graph_is_kept, is_batched
 from .scheme import Scheme
 from .state import State, laid_out_like
-from .way_back import WayBack
+from .way_back import WayBack, norm
 
 NORM_FLOOR = 1e-5
 """Added to the norm of the state in the relative change, so that a solution of zero can be reached."""
 
 ANNOUNCED = 32
-"""Steps that a solve with a tolerance is prepared for at first: it may be content long before `max_steps`."""
+"""Steps that a solve with a tolerance is prepared for at first: tol may stop it long before `max_steps`."""
+
+_ORIGIN = torch.empty(0, device="cpu", requires_grad=True)
+"""A leaf of no meaning, so that what f reads needs a gradient always."""
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class Start(NamedTuple):
+    """Where an iteration starts: z and, if that is another one, y as f reads them, and the states of the solve that it
+    goes on from, if there is one."""
+
+    z: State
+    y: State
+    carried: tuple[State, State] | None = None
+
+
+class End(NamedTuple):
+    """Where it ended: y and z in the dtypes that f reads, what f gave beside them, and the states themselves."""
+
+    y: State
+    z: State
+    aux: Any
+    states: tuple[State, State] | None
 
 
 class Last(NamedTuple):
     """The last evaluation of f, with its graph."""
 
-    evaluation: Evaluation
+    home: Home
+    k: int
     given: State
     outputs: State
 
@@ -53,177 +79,221 @@ class Last(NamedTuple):
 class Tape:
     """One solve: forward it steps y and z, and backward it undoes them as autograd asks.
 
-    initial: y and z before the first step. steps: those that were taken.
+    z0, y0: where it starts, without their graph. steps: those that were taken.
     norms: the squared 2-norms of the last change of z and of z.
     first: the step where the way back ends, and `end` what f read of z there, if that is not the initial state.
     last: for an implicit gradient, where f depends on anything that needs one.
+    adjoint: what is known of the backward pass, once it has run.
     """
 
-    def __init__(self, f: Call, initial: State, scheme: Scheme, options: Options, monitor: Monitor | None) -> None:
+    def __init__(
+        self,
+        f: Call,
+        start: Start,
+        scheme: Scheme,
+        options: Options,
+        monitor: Monitor | None,
+        coefficients: Tensor | None = None,
+    ) -> None:
         self.f, self.scheme, self.options, self.monitor = f, scheme, options, monitor
-        self.initial = [x.detach() for x in initial]
-        self._versions = [(weakref.ref(x), x._version) for x in initial if not x.is_inference()]
+        self._start, self.coefficients = start, coefficients
+        self.z0 = [x.detach() for x in start.z]
+        self.y0 = [x.detach() for x in start.y] or self.z0
+        self._versions = [(weakref.ref(x), x._version) for x in (*start.z, *start.y) if not x.is_inference()]
+        self.learns = coefficients is not None and torch.is_grad_enabled() and coefficients.requires_grad
         self.steps = self.first = 0
         self.end: State = []
         self.norms: Tensor | None = None
         self.last: Last | None = None
-        self.evaluating = False
+        self.adjoint = Adjoint()
         self.half_steps: tuple[list[Any], list[Any]] = ([], [])
+        self.places = Places()
         self._home: Home | None = Home(self)  # until the forward pass has ended: from then on the graph holds it
-        self._evaluation: Evaluation | None = None  # the last one, likewise
-        self._needed = self._stores = self._cuts = False
-        self.notes = Notes()
-        self._kept: collections.deque[Evaluation] = collections.deque()
+        self._needed = self._stores = self._is_stepwise = False
+        self._kept: collections.deque[int] = collections.deque()
         self._way_back: WayBack | None = None
         self._end: Callable[[], Any] = lambda: None
         self._lock = threading.RLock()
 
     # Forward
 
-    def run(self, z0: State) -> tuple[State, State]:
-        """The last y and z in the dtypes that f reads. Where divergence can be seen without waiting for the device, it
-        is an error."""
-        last = self._run(z0, look=self.options.tol is not None)
-        if self.options.tol is None and _device.can_look(self.initial[0]):
+    def run(self) -> End:
+        """All steps. Where divergence can be seen without waiting for the device, it is an error."""
+        self._run(look=self.options.tol is not None)
+        if self.options.tol is None and _device.can_look(self.z0[0]):
             assert self.norms is not None
             if not math.isfinite(relative_change(*self.norms.tolist())):
-                last = self._run(z0, look=True)  # once more, to say at which step
-        self.f.end()
-        y, z = last
-        values = [x.detach() for x in (*y, *z)]
-        if self._needed and self.options.gradient == "exact":
-            values = list(_End.apply(self, self._home, values, *z))
-        elif not self._needed:
-            self.last = None
-        self.half_steps, self._home, self._evaluation = ([], []), None, None
-        self._kept.clear()
-        return values[: len(y)], values[len(y) :]
+                self._run(look=True)  # once more, to say at which step
+        return self._ended()
 
-    def _run(self, z0: State, look: bool) -> tuple[State, State]:
+    def _run(self, look: bool) -> None:
+        self.begin(look)
+        while not self.step():
+            pass
+
+    def stepwise(self) -> Iterator[End]:
+        """Step by step. The states stay here, so that each can be differentiated, also while others are to come."""
+        self._is_stepwise = True
+        self.begin(look=self.options.tol is not None)
+        try:
+            arrived = False
+            while not arrived:
+                self._sums = None
+                with torch.set_grad_enabled(self._graph):
+                    arrived = self.step()
+                self.f.end()
+                if arrived or _device.can_look(self.z0[0]):
+                    self.scheme.check([*self.half_steps[0], *self.half_steps[1]])
+                states = self._other, self._read
+                versions = [x._version for state in states for x in state]
+                yield End(*states, self._sums, None)
+                if versions != [x._version for state in states for x in state]:
+                    raise RuntimeError("z or y of a step was changed in place, and the next step reads it: clone it")
+        finally:
+            self._home = None  # from now on the graph holds it
+
+    def begin(self, look: bool) -> None:
         """If `look`, test for convergence after each step (synchronises)."""
         options, graph = self.options, torch.is_grad_enabled()
-        count = 2 * options.max_steps
         exact = graph and options.gradient == "exact"
         # With a tolerance nobody knows yet where the way back will end.
         undone = options.max_steps if options.tol is not None else options.backward_steps or options.max_steps
         self.steps, self.first = 0, options.max_steps - min(undone, options.max_steps) if exact else 0
-        turn = 2 * self.first if exact else count
+        self._look, self._graph, self._turn = look, graph, 2 * self.first if exact else 2 * options.max_steps
         self._cuts = exact and options.tol is not None and options.backward_steps is not None
-        self._needed = exact and turn == 0 and any(x.requires_grad for x in z0)
+        inputs = (*self._start.z, *self._start.y) if self._turn == 0 else ()
+        self._needed = exact and (self.learns or any(x.requires_grad for x in inputs))
         self._kept.clear()
-        origin = torch.empty(0, device="cpu", requires_grad=True) if graph else None
+        self._sums: Any = None
+        self._read, self._other = self.z0, self.y0
+        self.f.prepare(options.tol is not None)
 
-        def given(k: int, read: State) -> State:
-            """What f reads, in memory of its own. In grad mode it needs a gradient, whether or not z0 does."""
-            if k > turn:
-                return read
-            if k == turn == 0:
-                return list(_Begin.apply(self._home, origin, *z0))
-            read = [x.clone() for x in read] if k == 0 else read
-            return list(_Begin.apply(None, origin, *read)) if graph else read
+    def step(self) -> bool:
+        """Takes a step, whose evaluations autograd records without what f would save. Whether it was the last one."""
+        last = self.steps == self.options.max_steps - 1
+        assert self._home is not None
+        leaving_out = self.places.leaving_out(self._home) if self._graph and not self._stores else _NOTHING
+        try:
+            with leaving_out:
+                self._half_step(2 * self.steps, norms=False)
+                self._half_step(2 * self.steps + 1, norms=self._look or self._is_stepwise or last)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error) or self._stores or self.steps > 0:
+                raise
+            self._stores = True  # torch.func inside f does not let us leave out anything: the graph is stored
+            self.begin(self._look)
+            return self.step()
+        self.steps += 1
+        if self._look and self._has_arrived():
+            return True
+        if self.steps == self.first:
+            self.end = [x.clone() for x in self._read]
+        return last
 
-        read = self.initial
-        for k in range(count):
-            may_be_last = k % 2 == 1 and (look or k == count - 1)
-            record = k >= turn or (graph and may_be_last)
-            if k == 0:
-                f_reads, outputs = self._first(lambda: given(0, self.initial), record)
-                self._bind(outputs)
-            else:
-                f_reads = given(k, read)
-                outputs = self._evaluate(k, f_reads, record)
-            before = read
-            if k >= turn:
-                read = list(_relax(self, self._home, self._evaluation, may_be_last, before, *outputs, *f_reads))
-            else:
-                assert self._evaluation is not None
-                self.last = Last(self._evaluation, f_reads, outputs) if record else None
-                read = self.step(k, [x.detach() for x in outputs], before, may_be_last)
-            del outputs, f_reads
-            if k % 2 == 0:
-                continue
-            self.steps += 1
-            if look and self._has_arrived():
-                break
-            if self.steps == self.first:
-                self.end = [x.clone() for x in read]
-        if self._cuts:
-            assert options.backward_steps is not None
-            self.first = self.steps - min(options.backward_steps, self.steps)
-        if not look:
-            self.scheme.check([*self.half_steps[0], *self.half_steps[1]])
-        if self.f.changes_its_input:  # the last y, too
-            before = self.scheme.read([h.state for h in self.half_steps[0]], before)
-        return before, read
+    def _half_step(self, k: int, norms: bool) -> None:
+        read, record = self._read, k >= self._turn or (self._graph and norms)
+        if k == 0:
+            f_reads, outputs = self._first(record)
+            self._bind(outputs)
+        else:
+            f_reads = self._given(k)
+            outputs = self._evaluate(k, f_reads, record)
+        if k >= self._turn:
+            moved = list(_relax(self, self._home, k, norms, read, *outputs, *f_reads))
+        else:
+            self.last = Last(self._home, k, f_reads, outputs) if record else None
+            moved = self.moved(k, [x.detach() for x in outputs], read, norms)
+        self._read, self._other = moved, read
 
-    def _first(self, given: Callable[[], State], record: bool) -> tuple[State, State]:
+    def _given(self, k: int) -> State:
+        """What f reads, in memory of its own. In grad mode it needs a gradient, whether or not z0 does."""
+        if k > self._turn:
+            return self._read
+        origin = self.coefficients if self.learns else _ORIGIN
+        if k == self._turn == 0:
+            start = self._start
+            return list(_Begin.apply(self._home, origin, len(start.z), *start.z, *start.y))
+        read = [x.clone() for x in self._read] if k == 0 else self._read
+        home = self._home if k == self._turn else None
+        return list(_Begin.apply(home, origin, len(read), *read)) if self._graph else read
+
+    def _first(self, record: bool) -> tuple[State, State]:
         """What f read in the first evaluation, which may have to be repeated, and what it returned."""
         while True:
-            f_reads = given()
+            f_reads = self._given(0)
             try:
-                with self.f.first(self.options.tol is not None):
+                with self.f.first():
                     return f_reads, self._evaluate(0, f_reads, record)
             except OnceMore:
                 continue
-            except RuntimeError as error:
-                if "saved tensor hooks" not in str(error) or self._stores:
-                    raise
-                self._stores = True  # torch.func inside f does not let us leave out anything: the graph is stored
 
     def _evaluate(self, k: int, read: State, record: bool) -> State:
         """f's outputs. With `record`, they are part of the graph, which the evaluation's tensors are left out of."""
-        f, mixes = self.f, self.scheme.step.c != 0
-        known = f.changes_its_input
-        evaluation = Evaluation(self._home if record else None, k)
-        keep = 0 if not record or evaluation.is_within_another else self.options.keep
-        if record:
+        f, places, home = self.f, self.places, self._home
+        assert home is not None
+        mixes, known = self.scheme.at(k).c != 0, f.changes_its_input
+        keep = 0 if not record or home.is_within else self.options.keep
+        if record and f.autocasts:
             torch.clear_autocast_cache()  # a cast that two evaluations share would sum their gradients in its precision
 
         def evaluated(notes: bool) -> State:
-            given = [x.clone() for x in read] if known and mixes and k > 0 else read
-            hooks: Any = Noting(evaluation, self.notes) if notes else LeavingOut(evaluation)
-            with hooks if torch.is_grad_enabled() and not self._stores else contextlib.nullcontext():
-                return f(given)
+            given = [x.clone() for x in read] if known and (mixes or self._is_stepwise) and k > 0 else read
+            places.begin(k)
+            if not notes or self._stores:
+                return f(given, k)
+            with places.noting(home, k):
+                return f(given, k)
 
-        self.evaluating = True
         try:
-            outputs = evaluated(notes=k == 0 or keep > 0 or self._cuts or self.notes.needed)
+            outputs = evaluated(self._graph and (k == 0 or keep > 0 or self._cuts or places.needs_versions))
         except Differentiates:
-            self.notes.needed = True
-            outputs = evaluated(notes=True)
+            places.needs_versions = True
+            outputs = evaluated(True)
         finally:
-            self.evaluating = False
+            places.running = -1
+        places.end(k)
         if mixes and k > 0 and f.changes_its_input and not known:
             raise RuntimeError(
                 "f changes its input in place, and did not in its first evaluation: let it do so always, or never"
             )
-        self._evaluation = evaluation
-        self._needed = self._needed or (record and _leads_to_a_leaf(outputs, read))
-        if self._cuts:
-            evaluation.note_shapes()
+        if f.has_aux:
+            self._add_aux()
+        if record and not self._needed:
+            self._needed = _leads_to_a_leaf([*outputs, *_tensors(f.aux)], read)
+        if self._cuts and not self._stores:
+            places.note_shapes(k)
         if keep or self._stores:
-            evaluation.values = [x.detach() for x in outputs]
-        if keep and not self._stores:
-            self._kept.append(evaluation)
-            if len(self._kept) > keep:
-                self._kept.popleft().empty()
-        elif not self._stores:
-            evaluation.empty()
+            places.keep(k, outputs)
+            self._kept.append(k)
+            if len(self._kept) > keep and not self._stores:
+                places.empty(self._kept.popleft())
+        elif places.filled:
+            places.empty(k)
         return outputs
+
+    def _add_aux(self) -> None:
+        if self.options.aux == "list":
+            self._sums = [*(self._sums or ()), self.f.aux]
+        else:
+            self._sums = self.f.aux if self._sums is None else tree_map(torch.add, self._sums, self.f.aux)
 
     def _bind(self, outputs: State) -> None:
         """The half-steps, in the layout of f's outputs."""
-        like, has_tolerance = laid_out_like(outputs, self.initial), self.options.tol is not None
+        like, has_tolerance = laid_out_like(outputs, self.z0), self.options.tol is not None
         announced = min(self.options.max_steps, ANNOUNCED) if has_tolerance else self.options.max_steps
-        y = self.scheme.start(self.initial, like)
-        z = [x.clone() for x in y]
-        self.half_steps = self.scheme.bind(y, like, announced), self.scheme.bind(z, like, announced)
+        scheme = self.scheme
+        if self._start.carried is not None:
+            y, z = (scheme.carried(state, like) for state in self._start.carried)
+        else:
+            z = scheme.start(self.z0, like)
+            y = [x.clone() for x in z] if self.y0 is self.z0 else scheme.start(self.y0, like)
+        self.half_steps = scheme.bind(0, y, like, announced), scheme.bind(1, z, like, announced)
         if not has_tolerance:
-            self.scheme.make_room([*self.half_steps[0], *self.half_steps[1]])
+            scheme.make_room([*self.half_steps[0], *self.half_steps[1]])
 
-    def step(self, k: int, outputs: State, read: State, norms: bool) -> State:
+    def moved(self, k: int, outputs: Sequence[Tensor], read: State, norms: bool) -> State:
         """Half-step k: what f reads of the state that it moves, in new memory."""
-        half_steps, step = self.half_steps[k % 2], self.scheme.step
+        half_steps, step = self.half_steps[k % 2], self.scheme.at(k)
         copies = []
         for half_step in half_steps:
             copy = torch.empty_like(half_step.copy)
@@ -238,65 +308,108 @@ class Tape:
     def _has_arrived(self) -> bool:
         assert self.norms is not None
         norms = self.scheme.look(self.norms, [*self.half_steps[0], *self.half_steps[1]], self.steps)
-        residual = relative_change(*norms)
-        if not math.isfinite(residual):
-            if not all(x.isfinite().all() for x in self.initial):
+        change = relative_change(*norms)
+        if not math.isfinite(change):
+            if not all(x.isfinite().all() for x in (*self.z0, *self.y0)):
                 raise FloatingPointError("z0 is not finite: start from finite numbers")
             raise FloatingPointError(
                 f"the norm of the state is not finite after step {self.steps} of at most {self.options.max_steps} "
                 f"(beta = {self.scheme.beta:.6g}): f returns NaN or infinity, or the iteration diverges; try a smaller "
                 "beta, or an f that contracts"
             )
-        return self.options.tol is not None and residual <= self.options.tol
+        if self.options.tol is None or change > self.options.tol:
+            return False
+        if self.monitor is not None:
+            self.monitor.judge_gap(relative_distance(self._other, self._read), self.options.tol)
+        return True
+
+    def _ended(self) -> End:
+        """Gradients by the last y and z come in here."""
+        if self._cuts:
+            assert self.options.backward_steps is not None
+            self.first = self.steps - min(self.options.backward_steps, self.steps)
+        if not self._look:
+            self.scheme.check([*self.half_steps[0], *self.half_steps[1]])
+        self.f.end()
+        size, y, z = len(self.z0), self._other, self._read
+        if self.f.changes_its_input:  # the last y, too
+            y = self.scheme.read([h.state for h in self.half_steps[0]], y)
+        values = [x.detach() for x in (*y, *z)]
+        aux, spec = tree_flatten(self._sums)
+        if self._needed and self.options.gradient == "exact":
+            inner = [i for i, x in enumerate(aux) if isinstance(x, Tensor) and x.requires_grad]
+            last = _End.apply(self, self._home, values, size, *z, *(aux[i] for i in inner))
+            values = list(last[: 2 * size])
+            for i, x in zip(inner, last[2 * size :], strict=True):
+                aux[i] = x
+        elif not self._needed:
+            self.last = None
+        y_states, z_states = ([h.state for h in half_steps] for half_steps in self.half_steps)
+        self.half_steps, self._home, self._start, self._sums = ([], []), None, Start([], []), None
+        self._read = self._other = []
+        self._kept.clear()
+        return End(values[:size], values[size:], tree_unflatten(aux, spec), (y_states, z_states))
 
     # Backward, as the engine walks
 
     def turn(self, ctx: Any, grads: Sequence[Tensor | None]) -> None:
         """It comes to the end of the iteration, with gradients by the last y and z."""
         self._refuse_changes()
-        self._way_back = WayBack(self, _states(ctx), grads)
+        self._way_back = WayBack(self, _states(ctx), grads, graph_is_kept())
 
-    def back(self, evaluation: Evaluation, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """It comes to the half-step after an evaluation, with gradients by what f reads of the state that it moved.
-        Returns those by what f returned."""
+    def back(self, home: Home, k: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """It comes to half-step k, with gradients by what f reads of the state that it moved. Returns those by what f
+        returned."""
         with self._lock:
-            return self._in_this_pass().undo(evaluation, grads)
+            return self._in_this_pass().undo(home, k, grads)
 
-    def reaches(self, evaluation: Evaluation) -> bool:
-        """It comes to the inside of an evaluation whose tensors are not there. Whether any gradient flows there."""
+    def reaches(self, home: Home, k: int) -> bool:
+        """It comes to the inside of evaluation k, whose tensors are not there. Whether any gradient flows there."""
+        if k < 2 * self.first or self.options.gradient != "exact":
+            return False
         with self._lock:
-            return self._in_this_pass().reach(evaluation)
+            self._in_this_pass().reach(home, k)
+        return True
 
-    def arrive(self, grads: Sequence[Tensor | None], needed: bool) -> Sequence[Tensor | None]:
-        """It comes to the initial state. Returns the gradients by it, if they are needed."""
-        way = self._way_back
+    def arrive(self, grads: Sequence[Tensor | None], needed: bool, apart: bool) -> tuple[Tensor | None, list[Any]]:
+        """It comes to where the graph begins. Returns the gradients by the coefficients, and if they are needed, by z0
+        and, where that is `apart` from it, by y0."""
+        way, nothing = self._way_back, [None] * len(grads)
         if way is not None:
             way.empty()
-        if self.first > 0:
-            return [None] * len(grads)
-        if way is None or way.number != current_pass() or way.adjoint is None or not needed:
-            return grads
-        return way.initial_grads(grads)
+        if way is None or way.number != current_pass() or way.adjoint is None:
+            by_z0, by_y0 = nothing if self.first else grads, nothing
+            return None, [*by_z0, *(by_y0 if apart else ())]
+        if not needed or self.first > 0:
+            return way.by_coefficients(), nothing * (1 + apart)
+        by_z0, by_y0 = way.initial_grads(grads, apart)
+        return way.by_coefficients(), [*by_z0, *by_y0]
 
     def _in_this_pass(self) -> WayBack:
-        if self.evaluating:
+        if self.places.running >= 0:
             raise RuntimeError(
                 "f asks for a derivative by a tensor on which its state z depends, too, so that it would go "
                 "through all evaluations before: ask for it at z.detach().requires_grad_(), where z counts as given"
             )
         if self._way_back is None or self._way_back.number != current_pass():
-            ctx = self._end()
-            if ctx is None:
-                raise RuntimeError(
-                    "what f kept is all that is left of this solve, and its states are needed to undo its steps: keep "
-                    "its solution until the backward pass, too"
-                )
             self._refuse_changes()
-            self._way_back = WayBack(self, _states(ctx), None)
+            self._way_back = WayBack(self, self._saved(), None, True)
         return self._way_back
 
+    def _saved(self) -> State:
+        """The last states, and what was put aside."""
+        if self._is_stepwise:
+            return _own(self)
+        ctx = self._end()
+        if ctx is None:
+            raise RuntimeError(
+                "what f kept is all that is left of this solve, and its states are needed to undo its steps: keep "
+                "its solution until the backward pass, too"
+            )
+        return _states(ctx)
+
     def _refuse_changes(self) -> None:
-        self.notes.refuse_changes()
+        self.places.refuse_changes()
         if any((x := ref()) is not None and x._version != version for ref, version in self._versions):
             raise RuntimeError(
                 "z0 was changed in place after the solve, and is where the backward pass ends: solve from z0.clone(), "
@@ -304,13 +417,22 @@ class Tape:
             )
 
 
-def relax(half_steps: list[Any], outputs: State, read: State, step: Any) -> None:
+def _own(tape: Tape) -> State:
+    half_steps = [*tape.half_steps[0], *tape.half_steps[1]]
+    return [*(h.state for h in half_steps), *(x for h in half_steps for x in h.spilled)]
+
+
+def _tensors(tree: Any) -> State:
+    return [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)]
+
+
+def relax(half_steps: list[Any], outputs: Sequence[Tensor], read: State, step: Any) -> None:
     with together(len(half_steps)):
         for half_step, out, x in zip(half_steps, outputs, read, strict=True):
             half_step.relax(out, x, step)
 
 
-def relax_norms(half_steps: list[Any], outputs: State, read: State, step: Any) -> Tensor:
+def relax_norms(half_steps: list[Any], outputs: Sequence[Tensor], read: State, step: Any) -> Tensor:
     """The squared 2-norms of the change and of the new state, of all leaves."""
     with together(len(half_steps)):
         partial = [h.relax_norms(out, x, step) for h, out, x in zip(half_steps, outputs, read, strict=True)]
@@ -319,6 +441,11 @@ def relax_norms(half_steps: list[Any], outputs: State, read: State, step: Any) -
 
 def relative_change(change: float, value: float) -> float:
     return math.sqrt(change) / (math.sqrt(value) + NORM_FLOOR)
+
+
+def relative_distance(y: Sequence[Tensor], z: Sequence[Tensor]) -> Tensor:
+    """‖y - z‖ / (‖z‖ + 1e-5), a 0-d tensor."""
+    return norm([a.detach() - b.detach() for a, b in zip(y, z, strict=True)]) / (norm(z) + NORM_FLOOR)
 
 
 def _leads_to_a_leaf(outputs: State, read: State) -> bool:
@@ -381,22 +508,24 @@ def backward(function: Callable[..., Any]) -> Any:
 
 
 class _Begin(torch.autograd.Function):
-    """What f reads where a graph begins. With a home, it is the initial state, and that gets a gradient.
+    """What f reads where a graph begins. With a home, gradients by the initial state and by coefficients end here.
 
-    origin: a leaf of no meaning, so that what f reads needs a gradient always.
+    origin: the coefficients, if they are learnt, or a leaf of no meaning.
     """
 
     @staticmethod
-    def forward(ctx: Any, home: Home | None, origin: Tensor | None, *read: Tensor) -> tuple[Tensor, ...]:
-        ctx.home = home
+    def forward(ctx: Any, home: Home | None, origin: Tensor, size: int, *start: Tensor) -> tuple[Tensor, ...]:
+        ctx.home, ctx.inputs = home, len(start)
         ctx.set_materialize_grads(False)
-        return tuple([x.detach() if home is None else x.clone() for x in read])
+        return tuple([x.detach() if home is None else x.clone() for x in start[:size]])
 
     @backward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        needed = any(ctx.needs_input_grad[2:])
-        by_start = [] if ctx.home is None else ctx.home().arrive(grads, needed)
-        return (None, None, *(by_start if needed and ctx.home is not None else [None] * len(grads)))
+        if ctx.home is None:
+            return (None, None, None, *[None] * ctx.inputs)
+        needed, apart = any(ctx.needs_input_grad[3:]), ctx.inputs > len(grads)
+        by_coefficients, by_start = ctx.home().arrive(grads, needed, apart)
+        return (None, by_coefficients, None, *by_start)
 
 
 class _Relax(torch.autograd.Function):
@@ -405,16 +534,15 @@ class _Relax(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tape: Tape, home: Home, evaluation: Evaluation, norms: bool, read: State, *tensors: Tensor
+        ctx: Any, tape: Tape, home: Home, k: int, norms: bool, read: State, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.home, ctx.evaluation = home, evaluation
+        ctx.home, ctx.k = home, k
         ctx.set_materialize_grads(False)
-        return tuple(tape.step(evaluation.k, list(tensors[: len(tensors) // 2]), read, norms))
+        return tuple(tape.moved(k, tensors[: len(tensors) // 2], read, norms))
 
     @backward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        by_outputs = ctx.home().back(ctx.evaluation, grads)
-        return (None, None, None, None, None, *by_outputs, *[None] * len(grads))
+        return (None, None, None, None, None, *ctx.home().back(ctx.home, ctx.k, grads), *[None] * len(grads))
 
 
 # Past checks that take 2 us and are about transforms of torch.func, which a solve is not within.
@@ -422,20 +550,20 @@ _relax = super(torch.autograd.Function, _Relax).apply
 
 
 class _End(torch.autograd.Function):
-    """The last y and z. It saves the states, where whoever packs what autograd saves can have them."""
+    """The last y and z, and what f gave beside them. It saves the states, where whoever packs what autograd saves can
+    have them."""
 
     @staticmethod
-    def forward(ctx: Any, tape: Tape, home: Home, values: State, *z: Tensor) -> tuple[Tensor, ...]:
-        half_steps = [*tape.half_steps[0], *tape.half_steps[1]]
-        own = [*(h.state for h in half_steps), *(x for h in half_steps for x in h.spilled)]
-        ctx.home, ctx.size = home, len(z)
+    def forward(ctx: Any, tape: Tape, home: Home, values: State, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        own = _own(tape)
+        ctx.home, ctx.size = home, size
         ctx.like = [(x.dtype, x.shape, x.device, x.stride()) for x in own]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*own)
         tape._end = weakref.ref(ctx)
-        return tuple(values)
+        return (*values, *tensors[size:])
 
     @backward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.home().turn(ctx, grads)
-        return (None, None, None, *[None] * ctx.size)
+        ctx.home().turn(ctx, grads[: 2 * ctx.size])
+        return (None, None, None, None, *[None] * ctx.size, *grads[2 * ctx.size :])

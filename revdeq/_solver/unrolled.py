@@ -3,8 +3,9 @@
 It has the bits of a solve with a float64 state, and no memory is saved.
 """
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,27 +21,29 @@ def unrolled(
     f: Callable[..., Any],
     z0: Any,
     args: tuple[Any, ...],
-    step: Coefficients,
-    max_steps: int,
+    steps: Sequence[Coefficients],
     around: Callable[..., State] = lambda half_step, *states: half_step(*states),
+    y0: Any = None,
+    indexed: bool = False,
 ) -> tuple[Any, Any, Any]:
-    """The last y and z, and z before the last step, shaped like z0. `around` is called with each half-step and its
-    states, to run it."""
+    """The last y and z, and z before the last step, shaped like z0. `steps` has the coefficients of every half-step,
+    and `around` is called with each half-step and its states, to run it."""
     initial, spec = tree_flatten(z0)
 
     def read(state: State) -> State:
         return [s.to(x.dtype) for s, x in zip(state, initial, strict=True)]
 
-    def half_step(state: State, other: State) -> State:
+    def half_step(k: int, state: State, other: State) -> State:
         given = read(other)
-        out = spec.flatten_up_to(f(tree_unflatten(given, spec), *args))
-        return [relaxed(s, o, g, step) for s, o, g in zip(state, out, given, strict=True)]
+        out = f(tree_unflatten(given, spec), *args, **({"evaluation": k} if indexed else {}))
+        return [relaxed(s, o, g, steps[k]) for s, o, g in zip(state, spec.flatten_up_to(out), given, strict=True)]
 
-    y = z = before = [x.double() for x in initial]
-    for _ in range(max_steps):
+    z = before = [x.double() for x in initial]
+    y = z if y0 is None else [x.double() for x in spec.flatten_up_to(y0)]
+    for k in range(0, len(steps), 2):
         before = z
-        y = around(half_step, y, z)
-        z = around(half_step, z, y)
+        y = around(functools.partial(half_step, k), y, z)
+        z = around(functools.partial(half_step, k + 1), z, y)
     last = (tree_unflatten(read(state), spec) for state in (y, z, before))
     return tuple(last)
 

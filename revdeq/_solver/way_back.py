@@ -1,21 +1,23 @@
 """The way back: half-steps are undone in the opposite order (equation 6 of the paper) while the adjoints follow
 (Algorithm 1), as the engine asks for it. One evaluation's tensors are there at a time."""
 
-import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .. import _device
 from ..kernels import reference
 from ..kernels.backends import together
+from ..kernels.half_step import Coefficients
 from .call import AsBefore
 from .monitor import apart, typical_magnitude
-from .places import Differentiates, Evaluation, Filling, Noting
-from .private import current_pass, graph_is_kept
+from .places import Differentiates, Home
+from .private import current_pass
 from .state import State, dense
 
 if TYPE_CHECKING:
@@ -30,67 +32,73 @@ class WayBack:
         product, and its decay by a waits for the pass over memory that adds to it.
     """
 
-    def __init__(self, tape: "Tape", saved: State, grads: Sequence[Tensor | None] | None) -> None:
-        """Takes the states that were saved, and the gradients by the last y and z, if the pass comes from there."""
+    def __init__(self, tape: "Tape", saved: State, grads: Sequence[Tensor | None] | None, keeps: bool) -> None:
+        """Takes the states that were saved, the gradients by the last y and z, if the pass comes from there, and
+        whether the states and the graph are needed again."""
         self._tape: Tape = weakref.proxy(tape)  # which holds this
         self._scheme, self.number = tape.scheme, current_pass()
         self.at = 2 * tape.steps
-        self._graph_is_kept = grads is None or graph_is_kept()
-        if self._graph_is_kept:
+        self._graph_is_kept = keeps
+        if keeps:
             saved = [x.clone() for x in saved]
-        size, step = len(tape.initial), self._scheme.step
+        else:
+            increment_version(saved)  # no solve can go on from there
+        size, count = len(tape.z0), 2 * tape.steps
         spills = len(saved) // (2 * size) - 1
         spilled = [saved[2 * size + i * spills :][:spills] for i in range(2 * size)]
         y, z = saved[:size], saved[size : 2 * size]
-        self._read = self._scheme.read(y, tape.initial)  # what f read in evaluation at - 1
+        self._read = self._scheme.read(y, tape.z0)  # what f read in evaluation at - 1
         self._half_steps = (
-            self._scheme.bind(y, self._read, tape.steps, spilled[:size]),
-            self._scheme.bind(z, self._read, tape.steps, spilled[size:]),
+            self._scheme.bind(0, y, self._read, tape.steps, spilled[:size]),
+            self._scheme.bind(1, z, self._read, tape.steps, spilled[size:]),
         )
         is_compared = tape.monitor is not None and (tape.first == 0 or tape.end)
         self._sizes = [typical_magnitude(x) for x in self._read] if is_compared else []
         self._seen = self._sizes
         self.adjoint: tuple[State, State] | None = None
-        if grads is not None:  # the first pass that adds to y's adjoint must find it divided by a
+        self._size: Tensor | None = None  # of the gradient that came in
+        if grads is not None:
+            by_y, by_z = self._scheme.at(count - 2), self._scheme.at(count - 1)
+            # The first pass that adds to y's adjoint must find it divided by a.
             self.adjoint = (
-                [scaled(g, step.b / step.a, x) for g, x in zip(grads[:size], self._read, strict=True)],
-                [scaled(g, step.b, x) for g, x in zip(grads[size:], self._read, strict=True)],
+                [scaled(g, by_y.b / by_y.a, x) for g, x in zip(grads[:size], self._read, strict=True)],
+                [scaled(g, by_z.b, x) for g, x in zip(grads[size:], self._read, strict=True)],
             )
+            if tape.monitor is not None and any(g is not None for g in grads):
+                self._size = norm([g for g in grads if g is not None])
         self._outputs: State | None = None  # what it returned, once it was evaluated again
-        self._filled: Callable[[], Evaluation | None] = lambda: None  # whose tensors are there; the graph holds it
+        self._filled = -1  # the evaluation whose tensors are there
         self._as_before: AsBefore | None = None
         self._spares_seeds: bool | None = None  # not known before the first product
         self._seeds: list[tuple[Tensor, int, Tensor]] = []  # the last ones, with their versions, and the adjoints
         self._maxima: State = []
+        self._slopes: dict[int, tuple[Tensor, Tensor]] = {}  # of the loss by b and by c of half-steps
 
-    def undo(self, evaluation: Evaluation, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Undoes the half-step after the one that follows this evaluation, with the product that has come, and
-        evaluates f again. Returns the seeds of the next product."""
-        k = evaluation.k
+    def undo(self, home: Home, k: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Undoes the half-step after half-step k, with the product that has come, and evaluates f again. Returns the
+        seeds of the next product."""
         if k < 2 * self._tape.first:
             return [None] * len(grads)
-        self._look_at_seeds()
+        if self._seeds:
+            self._look_at_seeds()
         if self._outputs is not None and self.at == k + 2:
             self._undo(grads)
         else:
-            self._go_to(k + 1)
-            self._add(k % 2, grads)
+            self._go_to(home, k + 1)
+            self._add(k, grads)
         if self._outputs is None:
-            self._evaluate(evaluation)
+            self._evaluate(home)
         if k == 2 * self._tape.first:
             self._arrive()
         return self._seeded(k % 2)
 
-    def reach(self, evaluation: Evaluation) -> bool:
-        """Whether this evaluation is to be differentiated. Its tensors are there then."""
-        if evaluation.k < 2 * self._tape.first:
-            return False
-        if self._filled() is not evaluation:
-            self._go_to(evaluation.k + 1)
-            self._evaluate(evaluation)
-        return True
+    def reach(self, home: Home, k: int) -> None:
+        """Evaluation k is needed: its tensors are there then."""
+        if self._filled != k:
+            self._go_to(home, k + 1)
+            self._evaluate(home)
 
-    def _go_to(self, at: int) -> None:
+    def _go_to(self, home: Home, at: int) -> None:
         """Undoes half-steps without products: those that no gradient comes through."""
         if self.at < at or (self.at > at and self.adjoint is not None):
             raise RuntimeError(
@@ -100,16 +108,17 @@ class WayBack:
             )
         while self.at > at:
             if self._outputs is None:
-                self._evaluate(Evaluation(None, self.at - 1))
-            for half_step, out in zip(self._half_steps[(self.at - 1) % 2], self._apart(), strict=True):
-                half_step.invert(out, self._scheme.step)
+                self._evaluate(home)
+            k = self.at - 1
+            for half_step, out in zip(self._half_steps[k % 2], self._apart(), strict=True):
+                half_step.invert(out, self._scheme.at(k))
             self._leave()
 
-    def _add(self, which: int, grads: Sequence[Tensor | None]) -> None:
+    def _add(self, k: int, grads: Sequence[Tensor | None]) -> None:
         """To the adjoint of a state, gradients that have come to it from outside."""
         for i, g in enumerate(grads):
             if g is not None:
-                self._adjoint()[which][i].add_(g.to_dense(), alpha=self._scheme.step.b)
+                self._adjoint()[k % 2][i].add_(g.to_dense(), alpha=self._scheme.at(k).b)
 
     def _adjoint(self) -> tuple[State, State]:
         if self.adjoint is None:
@@ -118,20 +127,50 @@ class WayBack:
 
     def _undo(self, grads: Sequence[Tensor | None]) -> None:
         """The last half-step, and with the product of its adjoint with the Jacobian of f, the other adjoint."""
-        k, step, adjoint = self.at - 1, self._scheme.step, self._adjoint()
+        k, tape, adjoint = self.at - 1, self._tape, self._adjoint()
+        step, adjoint_step = self._scheme.at(k), self._scheme.adjoint_at(k - 1, 2 * tape.steps)
         products = dense(grads, self._read)
         rows = zip(self._half_steps[k % 2], self._apart(), adjoint[1 - k % 2], products, adjoint[k % 2], strict=True)
+        if tape.learns:
+            self._note_slopes(k, self._read, sign=1)
         with together(len(products)):
             if k > 1 or not self._sizes:
                 for half_step, out, a, product, other in rows:
-                    half_step.invert_adjoint(out, a, product, other, step, step)
+                    half_step.invert_adjoint(out, a, product, other, step, adjoint_step)
             else:
-                for (half_step, out, *of_adjoint), x, size in zip(rows, self._tape.initial, self._sizes, strict=True):
-                    self._maxima.append(half_step.invert_compare(out, x, size, *of_adjoint, step, step))
+                for (half_step, out, *of_adjoint), x, size in zip(rows, tape.z0, self._sizes, strict=True):
+                    self._maxima.append(half_step.invert_compare(out, x, size, *of_adjoint, step, adjoint_step))
         if k == 1:  # the initial state is known: use it, not its reconstruction
-            for x, initial in zip(self._read, self._tape.initial, strict=True):
+            for x, initial in zip(self._read, tape.z0, strict=True):
                 x.copy_(initial)
+        if tape.learns:
+            self._note_slopes(k, self._read, sign=-1)
         self._leave()
+
+    def _note_slopes(self, k: int, x: State, sign: int) -> None:
+        """Of the loss by b_k and c_k, where x_k = (1 - b_k - c_k) x_{k-2} + b_k f + c_k x_{k-1}: the products of the
+        adjoint of x_k with f - x_{k-2} and with x_{k-1} - x_{k-2}. Takes first x_{k-1}, then x_{k-2}."""
+        assert self.adjoint is not None and self._outputs is not None
+        by_x = inner(self.adjoint[k % 2], x)
+        if sign > 0:
+            self._slopes[k] = inner(self.adjoint[k % 2], self._outputs), by_x
+        else:
+            by_b, by_c = self._slopes[k]
+            b = self._scheme.at(k).b
+            self._slopes[k] = (by_b - by_x) / b, (by_c - by_x) / b
+
+    def by_coefficients(self) -> Tensor | None:
+        """The gradient by (beta, gamma) of every half-step of the schedule: b = beta gamma, c = beta (1 - gamma)."""
+        tape = self._tape
+        if not tape.learns:
+            return None
+        rows = torch.zeros(tape.coefficients.shape, dtype=torch.float64, device=self._read[0].device)
+        for k, (by_b, by_c) in self._slopes.items():
+            if k < len(rows):
+                beta, gamma = self._scheme.at(k).beta, self._scheme.at(k).gamma
+                rows[k, 0] = gamma * by_b + (1 - gamma) * by_c
+                rows[k, 1] = beta * (by_b - by_c)
+        return rows.to(tape.coefficients)
 
     def _leave(self) -> None:
         """The evaluation whose half-step is undone."""
@@ -140,71 +179,96 @@ class WayBack:
 
     def empty(self) -> None:
         """Forget the tensors of the last evaluation."""
-        evaluation = self._filled()
-        if evaluation is not None and not (self._graph_is_kept and evaluation.values is not None):
+        tape = self._tape
+        if self._filled >= 0 and not (self._graph_is_kept and self._is_kept):
             device = self._read[0].device
-            evaluation.empty(only=device if self._tape.notes.devices - {device} else None)
-        self._filled, self._outputs = lambda: None, None
+            tape.places.empty(self._filled, only=device if tape.places.devices - {device} else None)
+        self._filled, self._outputs = -1, None
 
-    def _evaluate(self, evaluation: Evaluation) -> None:
+    def _evaluate(self, home: Home) -> None:
         """f once more where evaluation at - 1 was, unless what it saved was kept."""
-        self._filled, self._outputs = weakref.ref(evaluation), evaluation.values
-        if self._outputs is None:
-            self._outputs = self._evaluated_again(evaluation)
+        places, k = self._tape.places, self.at - 1
+        kept = places.filled.get(k)
+        self._filled, self._is_kept = k, kept is not None and kept.outputs is not None
+        self._outputs = kept.outputs if self._is_kept else self._evaluated_again(home, k)  # type: ignore[union-attr]
+        assert self._outputs is not None
         if self.at == 2 * self._tape.steps and self._sizes and self._scheme.resolution:
             # A state too small for its own resolution is 0; what f made of it need not be.
             sizes = zip(self._sizes, map(typical_magnitude, self._outputs), strict=True)
             self._seen = [torch.maximum(*pair) for pair in sizes]
 
-    def _evaluated_again(self, evaluation: Evaluation) -> State:
-        tape, f, notes = self._tape, self._tape.f, self._tape.notes
+    def _evaluated_again(self, home: Home, k: int) -> State:
+        tape, f, places = self._tape, self._tape.f, self._tape.places
         as_before = self._as_before
         if as_before is None:
-            as_before = self._as_before = f.as_before([leaf for leaf, _ in notes.leaves.values()])
+            as_before = self._as_before = AsBefore(f, places.leaves)
 
         def evaluated() -> State:
             # In another layout than it had at first, f could compute other bits than it did.
-            read = tape.initial if self.at == 1 else self._read
-            if f.changes_its_input or self.at == 1:
+            read = tape.z0 if k == 0 else self._read
+            if f.changes_its_input or k == 0:
                 read = [x.clone() for x in read]
             leaves = [x.detach().requires_grad_() for x in read]
-            hooks: Any = Noting(evaluation, notes, again=True) if notes.needed else Filling(evaluation, notes)
-            with as_before, hooks if evaluation.is_recorded else contextlib.nullcontext():
-                return [x.detach() for x in f([_no_leaf(x) for x in leaves] if f.changes_its_input else leaves)]
+            with as_before, places.filling(home, k):
+                return [x.detach() for x in f([_no_leaf(x) for x in leaves] if f.changes_its_input else leaves, k)]
 
-        tape.evaluating = True
         try:
-            outputs = evaluated()
+            return evaluated()
         except Differentiates:
-            notes.needed = True
-            outputs = evaluated()
-        finally:
-            tape.evaluating = False
-        return outputs
+            places.needs_versions = True
+            return evaluated()
 
     def _arrive(self) -> None:
         """At the initial state, or where the way back ends: the verdict."""
-        tape, step = self._tape, self._scheme.step
+        tape, step = self._tape, self._scheme.at(2 * self._tape.first)
         if self._sizes and tape.first == 0:
-            rows = zip(self._half_steps[0], self._apart(), tape.initial, self._sizes, strict=True)
+            rows = zip(self._half_steps[0], self._apart(), tape.y0, self._sizes, strict=True)
             with together(len(self._read)):
                 self._maxima += [h.invert_compare(o, x, s, None, None, None, step, step) for h, o, x, s in rows]
         elif self._sizes:
             self._maxima += map(apart, self._read, tape.end, self._sizes)
+        if tape.learns and self.adjoint is not None:
+            self._note_slopes(2 * tape.first, self._read, sign=1)
+            before = tape.y0 if tape.first == 0 else self._before_turn()
+            self._note_slopes(2 * tape.first, before, sign=-1)
         if tape.monitor is not None:
-            assert tape.norms is not None
-            tape.monitor.judge(self._maxima, tape.norms, self._seen)
+            self._judge()
         if not self._graph_is_kept:
             self._as_before = None
             del tape.f  # and what it closes over: there will be no other backward pass
 
-    def initial_grads(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        """z_0 starts both y and z. Takes the product of the first evaluation."""
-        step, result = self._scheme.step, []
-        for by_y, by_z, g, x in zip(*self._adjoint(), dense(grads, self._read), self._tape.initial, strict=True):
+    def _before_turn(self) -> State:
+        """What half-step 2 `first` moved: y where the way back ends."""
+        copies = [x.clone() for x in self._read]
+        for half_step, out, copy in zip(self._half_steps[0], self._apart(), copies, strict=True):
+            half_step.write_to(copy)
+            half_step.invert(out, self._scheme.at(2 * self._tape.first))
+        return copies
+
+    def _judge(self) -> None:
+        """Whether the gradient can be trusted, and by how much the adjoint has grown since it came in."""
+        tape = self._tape
+        assert tape.monitor is not None and tape.norms is not None
+        sizes = None
+        if self._size is not None and self.adjoint is not None:
+            y, z = (norm(x) / self._scheme.at(2 * tape.first + i).b for i, x in enumerate(self.adjoint))
+            sizes = torch.stack([self._size, torch.hypot(y, z)])
+            tape.adjoint.growth = sizes[1] / sizes[0]
+        tape.monitor.judge(self._maxima, tape.norms, self._seen, sizes)
+
+    def initial_grads(self, grads: Sequence[Tensor | None], apart: bool) -> tuple[State, State]:
+        """By z0 and by y0, or if they are not `apart`, their sum. Takes the product of the first evaluation."""
+        first, second = self._scheme.at(0), self._scheme.at(1)
+        same = first is second
+        step = second if same else Coefficients(second.a, second.b, first.c * second.b / first.b)
+        a = first.a if same else first.a * second.b / first.b
+        by_z0, by_y0 = [], []
+        for by_y, by_z, g, x in zip(*self._adjoint(), dense(grads, self._read), self._tape.z0, strict=True):
             reference.update_adjoint(by_z, g, by_y, step)
-            result.append(((by_z + step.a * by_y) / step.b).to(x.dtype))
-        return result
+            by_z0.append(((by_z if apart else by_z + a * by_y) / second.b).to(x.dtype))
+            if apart:
+                by_y0.append((a * by_y / second.b).to(x.dtype))
+        return by_z0, by_y0
 
     def _seeded(self, which: int) -> Sequence[Tensor | None]:
         """The adjoints themselves are the seeds. A hook or a custom function in f that changes its gradient in place
@@ -219,7 +283,7 @@ class WayBack:
         return seeds
 
     def _look_at_seeds(self) -> None:
-        if not self._seeds or self._spares_seeds is False:
+        if self._spares_seeds is False:
             return
         spared = all(x._version == version for x, version, _ in self._seeds)
         if self._spares_seeds is None:
@@ -246,6 +310,18 @@ def scaled(grad: Tensor | None, factor: float, like: Tensor) -> Tensor:
     if grad is None:
         return torch.zeros_like(like, dtype=wide)
     return torch.empty_like(like, dtype=wide).copy_(grad).mul_(factor)
+
+
+def inner(xs: State, ys: State) -> Tensor:
+    """The inner product of two states, in float64."""
+    products = [(x.double() * y.double()).sum() for x, y in zip(xs, ys, strict=True)]
+    return functools.reduce(torch.add, products)
+
+
+def norm(xs: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all tensors together."""
+    norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).float() for x in xs]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _equal(given: Tensor, seed: Tensor) -> bool:

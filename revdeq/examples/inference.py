@@ -38,7 +38,7 @@ class Classifier(nn.Module):
 def work(model: Classifier) -> tuple[int, float]:
     """The evaluations of f in the last solve, and the residual at its end."""
     assert model.deq.last is not None
-    return model.deq.last.nfe, model.deq.last.residual.item()
+    return model.deq.last.nfe, model.deq.last.change.item()
 
 
 def main() -> None:

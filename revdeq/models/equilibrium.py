@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .._solver.context import Draw, OnceMore
 from .._solver.layer import Last, RevDEQ
+from .._solver.monitor import Adjoint
 from .._solver.options import NAMES, Options
 from .._solver.tape import NORM_FLOOR
 from ..baselines import checkpointed, stored_graph
@@ -73,7 +74,7 @@ class Equilibrium(RevDEQ):
             with torch.autocast(x.device.type, enabled=False):  # a Gram matrix in bfloat16 would be singular
                 (z,), info = deq(f, z0)
             residual = info["rel_lowest"].mean()
-        self.last = Last(f.calls // 2, f.calls, residual)
+        self.last = Last(f.calls // 2, f.calls, residual, Adjoint())
         f.inputs.clear()
         return z
 
@@ -171,5 +172,5 @@ def last_of(model: nn.Module) -> Last | None:
     lasts = [m.last for m in model.modules() if isinstance(m, RevDEQ) and m.last is not None]
     if not lasts:
         return None
-    residuals = [x.residual for x in lasts if x.steps > 1] or [x.residual for x in lasts]
-    return Last(sum(x.steps for x in lasts), sum(x.nfe for x in lasts), torch.stack(residuals).amax())
+    changes = [x.change for x in lasts if x.steps > 1] or [x.change for x in lasts]
+    return Last(sum(x.steps for x in lasts), sum(x.nfe for x in lasts), torch.stack(changes).amax(), Adjoint())

@@ -84,7 +84,7 @@ def evaluate(
         found = outputs if batch.targets.is_floating_point() else outputs.argmax(-1)
         right = (found == batch.targets).reshape(examples, -1).all(1).sum().item()
         last = last_of(model)
-        nfe, residual = (last.nfe, float(last.residual)) if last is not None else (math.nan, math.nan)
+        nfe, residual = (last.nfe, float(last.change)) if last is not None else (math.nan, math.nan)
         sums += torch.tensor([loss, right, count, examples, nfe * count, residual * count], dtype=torch.float64)
     loss, right, count, examples, nfe, residual = processes.total(sums).tolist()
     metric = dataset.metric.of(loss / count, right / examples)

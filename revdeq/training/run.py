@@ -399,7 +399,7 @@ class Run:
         row["loss"] = math.fsum(window) / len(window)
         last = last_of(self.model)
         if last is not None:
-            row.update(evaluations=last.nfe, residual=float(last.residual))
+            row.update(evaluations=last.nfe, residual=float(last.change))
         row["peak_memory_mib"] = peak_memory(self.processes.device) / 2**20
         if isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau):
             self.window += losses[len(losses) - self.fresh :]

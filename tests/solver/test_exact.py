@@ -284,7 +284,7 @@ def test_tolerance_nested_states_and_dtypes():
     )
     assert solution.steps < 60
     assert solution.beta == 0.75
-    assert solution.residual <= 1e-4
+    assert solution.change <= 1e-4
     torch.testing.assert_close(solution.z["b"][0], torch.tensor(2.0, dtype=torch.float64), rtol=1e-3, atol=0)
     (solution.z["a"].sum() + solution.z["b"][0]).backward()
     assert weight.grad.isfinite()

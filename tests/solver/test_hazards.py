@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import revdeq
 from revdeq._solver.call import Call
-from revdeq._solver.places import Evaluation
+from revdeq._solver.places import Places
 from revdeq._solver.tape import Tape
 from revdeq._solver.way_back import WayBack
 from revdeq.baselines import stored_graph
@@ -701,7 +701,7 @@ def test_nothing_waits_for_the_collector(options, how):
 
 
 def alive():
-    return sum(type(x) in (Tape, WayBack, Call, Evaluation) for x in gc.get_objects())
+    return sum(type(x) in (Tape, WayBack, Call, Places) for x in gc.get_objects())
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ def test_two_steps_by_hand():
     two = revdeq.solve(lambda z: z + 1, torch.zeros(1), max_steps=2)
     assert (one.y.item(), one.z.item()) == (0.5, 0.75)
     assert (two.y.item(), two.z.item()) == (1.125, 1.4375)
-    assert two.residual.item() == (1.4375 - 0.75) / (1.4375 + 1e-5)
+    assert two.change.item() == (1.4375 - 0.75) / (1.4375 + 1e-5)
 
 
 def test_both_states_reach_the_fixed_point_of_the_cosine():
@@ -94,11 +94,11 @@ def test_the_tolerance_stops_at_the_first_step_that_meets_it():
     tol = 1e-4
 
     def residual(steps):
-        return revdeq.solve(lambda z: matrix @ z + x, torch.zeros_like(x), max_steps=steps).residual.item()
+        return revdeq.solve(lambda z: matrix @ z + x, torch.zeros_like(x), max_steps=steps).change.item()
 
     solution = revdeq.solve(lambda z: matrix @ z + x, torch.zeros_like(x), max_steps=200, tol=tol)
-    assert solution.residual <= tol < residual(solution.steps - 1)
-    assert solution.residual.item() == residual(solution.steps)
+    assert solution.change <= tol < residual(solution.steps - 1)
+    assert solution.change.item() == residual(solution.steps)
     assert solution.nfe == 2 * solution.steps
 
 
@@ -109,7 +109,7 @@ def test_the_residual_is_the_relative_change_of_the_last_step():
         return revdeq.solve(lambda z: matrix @ z + x, torch.zeros_like(x), max_steps=steps)
 
     change = (z(5).z - z(4).z).norm() / (z(5).z.norm() + 1e-5)
-    torch.testing.assert_close(z(5).residual, change, rtol=1e-12, atol=0)
+    torch.testing.assert_close(z(5).change, change, rtol=1e-12, atol=0)
 
 
 def test_the_residual_spans_all_tensors_of_a_state():
@@ -122,7 +122,7 @@ def test_the_residual_spans_all_tensors_of_a_state():
 
     nested = revdeq.solve(halves, {"top": torch.zeros_like(x[:3]), "rest": (torch.zeros_like(x[3:]),)}, max_steps=3)
     assert torch.equal(torch.cat([nested.z["top"], nested.z["rest"][0]]), whole.z)
-    torch.testing.assert_close(nested.residual, whole.residual, rtol=1e-14, atol=0)
+    torch.testing.assert_close(nested.change, whole.change, rtol=1e-14, atol=0)
 
 
 def test_beta_is_rounded_to_float32_and_reported():
@@ -136,10 +136,10 @@ def test_a_layer_starts_from_zero_or_from_where_it_is_told():
     assert layer.last is None
     x = torch.ones(2, 3)
     torch.testing.assert_close(layer(x), torch.full((2, 3), 2.0))
-    assert layer.last.steps == 60 and layer.last.nfe == 120 and not layer.last.residual.requires_grad
+    assert layer.last.steps == 60 and layer.last.nfe == 120 and not layer.last.change.requires_grad
     layer.max_steps = 1
     assert torch.equal(layer(x, z0=torch.full((2, 3), 2.0)), torch.full((2, 3), 2.0))
-    assert layer.last.residual == 0
+    assert layer.last.change == 0
 
 
 @pytest.mark.parametrize("max_steps", [1, 4, 7])
@@ -178,7 +178,7 @@ def test_without_grad_the_bits_are_the_same_and_nothing_is_kept():
     assert with_grad.z.requires_grad and not without.z.requires_grad and without.z.grad_fn is None
     assert torch.equal(with_grad.z, without.z) and torch.equal(with_grad.y, without.y)
     assert torch.equal(with_grad.z, inference.z)
-    assert with_grad.residual == without.residual
+    assert with_grad.change == without.change
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -206,7 +206,7 @@ def test_every_backend_gives_the_same_solution_and_gradient(backend):
     with revdeq.kernels.backend(backend):
         solution, grads = run()
     assert torch.equal(solution.z, expected.z) and torch.equal(solution.y, expected.y)
-    assert solution.residual == expected.residual and solution.steps == expected.steps
+    assert solution.change == expected.change and solution.steps == expected.steps
     assert all(map(torch.equal, grads, expected_grads))
 
 
@@ -225,6 +225,6 @@ def test_where_looking_would_wait_the_residual_and_the_gradient_show_divergence(
     monkeypatch.setattr("revdeq._device.can_look", lambda x: False)
     weight = torch.ones(4, requires_grad=True)
     solution = revdeq.solve(lambda z: weight * z / 0, torch.zeros(4), max_steps=3, check=None)
-    assert math.isnan(solution.residual)
+    assert math.isnan(solution.change)
     solution.z.sum().backward()
     assert weight.grad.isnan().all()

@@ -89,7 +89,7 @@ def test_a_cache_that_the_first_evaluation_fills_is_named():
     f, encoder = Remembering("a projection of x"), nn.Linear(6, 6)
     x = encoder(torch.randn(3, 6))
     z = revdeq.solve(f, torch.zeros(3, 6), x).z
-    with pytest.raises(revdeq.ReconstructionError, match="a cache is to be filled before the solve, by calling f once"):
+    with pytest.raises(revdeq.ReconstructionError, match="fill a cache before the solve by calling f once"):
         z.sum().backward()
     grads = []
     for solve in (as_z(), baselines.stored_graph):

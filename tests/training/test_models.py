@@ -295,7 +295,7 @@ def test_a_new_model_knows_nothing(name):
             for layer in model.equilibria:
                 layer.max_steps = max_steps
             model(inputs)
-            residuals.append(max(layer.last.residual.item() for layer in model.equilibria))
+            residuals.append(max(layer.last.change.item() for layer in model.equilibria))
         assert residuals[1] < 0.5 * residuals[0]
 
 
@@ -462,14 +462,14 @@ def test_last(name, solver):
     reference = small(name)
     reference(inputs)
     for ours, theirs in zip(model.equilibria, reference.equilibria, strict=True):
-        torch.testing.assert_close(ours.last.residual.double(), theirs.last.residual, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(ours.last.change.double(), theirs.last.change, rtol=1e-5, atol=1e-7)
     assert small("resnet").last is small("transformer").last is None
 
 
 def test_tol_ends_a_solve():
     model = small("multi-scale", max_steps=50, tol=1e-2)
     model(batch("multi-scale")[0])
-    assert all(1 < layer.last.steps < 50 and layer.last.residual <= 1e-2 for layer in model.equilibria)
+    assert all(1 < layer.last.steps < 50 and layer.last.change <= 1e-2 for layer in model.equilibria)
 
 
 # Modules
