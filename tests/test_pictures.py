@@ -7,7 +7,6 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'revdeq[demo]'")
 
-import evidence
 import evidence_report
 import maze_picture
 import plots
@@ -31,14 +30,10 @@ def test_the_plots_of_the_benchmarks(name, suffix, figure):
     assert readable.complaints(figure, PAGES[suffix]) == []
 
 
-EVIDENCE = [evidence.table(RESULTS / "evidence" / f"{name}.csv") for name in ("runs", "curves", "probes")]
-
-
-@pytest.mark.parametrize("study", sorted({row["study"] for row in EVIDENCE[0]}))
-def test_the_figures_of_the_evidence_as_it_is(study):
-    runs, curves, probes = EVIDENCE
-    figure, _ = evidence_report.drawn(study, [row for row in runs if row["study"] == study], curves, probes)
-    assert readable.complaints(figure) == []
+@pytest.mark.parametrize("name", ["transfer", "budgets"])
+def test_the_pictures_of_the_evidence(name):
+    _, figures = evidence_report.page(RESULTS / "evidence")
+    assert readable.complaints(figures[name]) == []
 
 
 def test_the_pictures_of_a_maze():
