@@ -55,13 +55,13 @@ def picture(maze, answer):
 def side_by_side(maze, target, answers):
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 2.45), layout="constrained")
+    figure = Figure(figsize=(12, 2.8), layout="constrained")
+    figure.suptitle("What the model takes for the path (blue) from the start (green) to the end (red)", fontsize=13)
     for axes, depth in zip(figure.subplots(1, len(DEPTHS)), DEPTHS, strict=True):
         axes.imshow(picture(maze, answers[depth]))
         right = ((answers[depth] > 0.5) == (target == 1)).all()
-        axes.set_title(f"N = {depth}{', solved' if right else ''}", fontsize=11)
+        axes.set_title(f"{depth} step{'s' * (depth > 1)}{', solved' if right else ''}", fontsize=11)
         axes.axis("off")
-    figure.supxlabel("from green to red; blue is what the model takes for the path after N steps", fontsize=10)
     return figure
 
 

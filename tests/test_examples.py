@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import revdeq.examples
+from revdeq.examples import ddp
 
 FOLDER = Path(revdeq.examples.__path__[0])
 NOTEBOOK = FOLDER / "rented_gpu.ipynb"
@@ -109,6 +110,11 @@ def test_the_notebook_runs_from_top_to_bottom(monkeypatch, capsys, tmp_path):
     assert peaks["stored graph"][-1] > 10 * peaks["stored graph"][0]
     assert peaks["reversible"][-1] < 2 * peaks["reversible"][0]
     assert "8 x 8 cells, N = 64" in capsys.readouterr().out
+
+
+def test_an_example_of_processes_says_how_to_start_it():
+    with pytest.raises(SystemExit, match="torchrun --nproc-per-node 2 -m revdeq.examples.ddp"):
+        ddp.main()
 
 
 def test_processes_under_torchrun_keep_equal_parameters():

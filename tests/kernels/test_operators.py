@@ -100,6 +100,14 @@ def test_bad_arguments_are_named():
         kernels.invert_adjoint(state, f, copy, adjoint.double(), vjp, 0.5)
     with pytest.raises(ValueError, match="adjoint has strides"):
         kernels.invert_adjoint(*(x.view(2, 2) for x in (state, f, copy)), adjoint.view(2, 2).t(), vjp.view(2, 2), 0.5)
+    with pytest.raises(ValueError, match="gamma is 2.0"):
+        kernels.relax(state, f, copy, 0.5, 2.0)
+    with pytest.raises(ValueError, match="read is None.*gamma"):
+        kernels.relax(state, f, copy, 0.5, 1.3)
+    with pytest.raises(ValueError, match=r"f .*gradient.*f.detach\(\)"):
+        kernels.relax(state, torch.zeros(4, requires_grad=True), copy, 0.5)
+    with pytest.raises(ValueError, match=r"copy .*gradient.*copy.detach\(\)"):
+        kernels.relax(state, f, torch.zeros(4, requires_grad=True), 0.5)
 
 
 def test_a_backend_must_be_known(monkeypatch):
@@ -116,6 +124,10 @@ def test_a_backend_must_be_there(monkeypatch):
     assert kernels.half_step_for(torch.device("cpu")) is reference.HalfStep
     with kernels.backend("cpu"), pytest.raises(RuntimeError, match="was not built: install a C compiler"):
         revdeq.solve(torch.cos, torch.zeros(1))
+    for trouble, remedy in (("no symbol", "reinstall revdeq"), ("libgomp.so.1: No such file", "libgomp1")):
+        monkeypatch.setattr(cpu, "trouble", trouble)
+        with kernels.backend("cpu"), pytest.raises(RuntimeError, match=rf"\({trouble}\): .*{remedy}"):
+            revdeq.solve(torch.cos, torch.zeros(1))
     monkeypatch.setattr(cpu, "library", object())
     with kernels.backend("cpu"), pytest.raises(RuntimeError, match="cannot run on meta tensors"):
         kernels.half_step_for(torch.device("meta"))

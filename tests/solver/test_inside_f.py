@@ -181,7 +181,7 @@ def test_tensors_exchanged_between_the_passes_are_an_error():
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
     with nn.utils.parametrize.cached():
         z = revdeq.solve(lambda z: torch.tanh(normed(z)), normed(torch.ones(3, 6))).z
-    with pytest.raises(RuntimeError, match="cached parametrization around the forward pass alone"):
+    with pytest.raises(RuntimeError, match="parametrization"):
         z.sum().backward()
 
 
@@ -423,9 +423,9 @@ def test_batch_norm_in_training_mode_is_refused(as_closure):
 
     block = Block()
     f = (lambda z: block(z)) if as_closure else block
-    with pytest.raises(RuntimeError, match="put the layer outside f, as the paper does"):
+    with pytest.raises(RuntimeError, match=r"GroupNorm.*eval\(\)"):
         revdeq.solve(f, torch.zeros(4, 6))
-    with torch.no_grad(), pytest.raises(RuntimeError, match="put the layer outside f, as the paper does"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"GroupNorm.*eval\(\)"):
         revdeq.solve(f, torch.zeros(4, 6))
     compare(block.eval(), torch.randn(4, 6))
     block.train().norm.track_running_stats = False

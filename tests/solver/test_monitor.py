@@ -47,11 +47,9 @@ def test_beyond_its_range_it_warns_once_for_each_place_that_calls():
 
 
 def test_it_raises_or_keeps_silent_on_request():
-    with pytest.raises(revdeq.ReconstructionError, match="did not find its way back"):
+    with pytest.raises(revdeq.ReconstructionError, match='state="exact"'):
         run(block(), beta=0.9, max_steps=20, check="raise")
     run(block(), beta=0.9, max_steps=20, check=None)
-    with pytest.raises(ValueError, match="check = 'ignore' must be 'warn', 'raise' or None"):
-        run(block(), check="ignore")
     with pytest.raises(ValueError, match="check = True"):
         revdeq.RevDEQ(block(), check=True)
 
@@ -65,7 +63,7 @@ def test_a_function_that_changes_between_the_passes_is_noticed():
         calls += 1
         return f(z) + 1e-3 * calls
 
-    with pytest.raises(revdeq.ReconstructionError, match="f does not compute the same when it is called again"):
+    with pytest.raises(revdeq.ReconstructionError, match="does not compute the same"):
         run(drifting, check="raise")
 
 
@@ -185,7 +183,7 @@ def test_numbers_that_the_exact_state_is_too_coarse_for_are_named(parts):
 
     z0 = parts(torch.zeros(3))
     z = revdeq.solve(f, z0, state="exact", check="raise").z
-    with pytest.raises(revdeq.ReconstructionError, match="the exact state resolves 6e-08, which is coarse for numbers"):
+    with pytest.raises(revdeq.ReconstructionError, match="resolves 6e-08"):
         (z[0] if isinstance(z, tuple) else z).sum().backward()
     zero = torch.zeros(3, requires_grad=True)
     revdeq.solve(lambda z: 0.5 * z + zero, torch.zeros(3), state="exact", check="raise").z.sum().backward()

@@ -12,6 +12,7 @@ from torch import nn
 import revdeq
 from revdeq._device import peak_memory
 from revdeq._solver.options import NAMES, Options
+from revdeq._solver.state import refuse_device
 from revdeq.baselines import stored_graph
 from revdeq.models import ConvBlock, TransformerBlock
 
@@ -50,27 +51,119 @@ def test_options_are_documented_and_declared_wherever_they_are_taken():
 @pytest.mark.parametrize(
     ("keywords", "error", "message"),
     [
-        ({"gamma": 0}, ValueError, r"gamma = 0 must lie in \(0, 3\]"),
-        ({"gamma": 3.5}, ValueError, r"gamma = 3.5 must lie in \(0, 3\]"),
-        ({"gamma": "1"}, TypeError, r"gamma = '1' must be a number in \(0, 3\]"),
-        ({"beta": [0.5, 0.6]}, TypeError, r"beta = \[0.5, 0.6\] must be a number .*schedule"),
-        ({"gradient": "ift"}, ValueError, "gradient = 'ift' must be 'exact', .* or 'implicit'"),
-        ({"keep": -1}, ValueError, "keep = -1 must be at least 0"),
-        ({"keep": 1.5}, TypeError, "keep = 1.5 must be an integer of at least 0"),
-        ({"backward_steps": 0}, ValueError, "backward_steps = 0 must be at least 1.*None: all"),
-        ({"keep": 2, "gradient": "implicit"}, ValueError, "keep = 2 belongs to gradient='exact'"),
-        ({"backward_steps": 2, "gradient": "implicit"}, ValueError, "backward_steps = 2 belongs to gradient='exact'"),
-        ({"bta": 0.5}, TypeError, "unknown keyword bta = 0.5: did you mean beta"),
-        ({"solver": "anderson"}, TypeError, "unknown keyword solver = 'anderson': there are beta, gamma, schedule"),
+        *(
+            ({"beta": beta}, ValueError, f"beta = {beta!r} .*revdeq.tune")
+            for beta in (1, 1.0, 1 + 1e-9, 0, -0.5, 2, 1e-60)
+        ),
+        *(({"beta": beta}, ValueError, "beta = .*revdeq.tune") for beta in (math.nan, math.inf, 10**400)),
+        *(({"beta": beta}, TypeError, "beta = .*number") for beta in (None, 1j, "0.5", torch.zeros(2), [0.5, 0.6])),
+        *(({"gamma": gamma}, ValueError, f"gamma = {gamma} .*revdeq.tune") for gamma in (0, 3.5)),
+        ({"gamma": "1"}, TypeError, "gamma = '1' .*number"),
+        *(({"max_steps": n}, ValueError, f"max_steps = {n} .*at least 1") for n in (0, -3)),
+        *(({"max_steps": n}, TypeError, f"max_steps = {n!r} .*integer") for n in (2.5, "4")),
+        *(({"tol": tol}, ValueError, f"tol = {tol} .*None") for tol in (0, -1e-3, math.nan, math.inf)),
+        ({"tol": "1e-3"}, TypeError, "tol = '1e-3' .*None"),
+        ({"check": "ignore"}, ValueError, "check = 'ignore' .*'warn', 'raise' or None"),
+        ({"state": "float32"}, ValueError, "state = 'float32' .*'auto', 'float64', 'exact'"),
+        ({"gradient": "ift"}, ValueError, "gradient = 'ift' .*'exact', .*'implicit'"),
+        ({"keep": -1}, ValueError, "keep = -1 .*at least 0"),
+        ({"keep": 1.5}, TypeError, "keep = 1.5 .*integer"),
+        ({"backward_steps": 0}, ValueError, "backward_steps = 0 .*at least 1.*None"),
+        ({"keep": 2, "gradient": "implicit"}, ValueError, "keep = 2 .*gradient='exact'"),
+        ({"backward_steps": 2, "gradient": "implicit"}, ValueError, "backward_steps = 2 .*gradient='exact'"),
+        ({"bta": 0.5}, TypeError, "bta = 0.5: did you mean beta"),
+        ({"steps": 3}, TypeError, "steps = 3: did you mean max_steps"),
+        ({"solver": "anderson"}, TypeError, "solver = 'anderson': there are beta, gamma, schedule"),
+        ({"x": torch.ones(3)}, TypeError, "keyword x.* position"),
     ],
 )
-def test_bad_input(keywords, error, message):
+def test_bad_options(keywords, error, message):
     with pytest.raises(error, match=message):
         revdeq.solve(torch.cos, torch.zeros(1), **keywords)
     with pytest.raises(error, match=message):
         revdeq.RevDEQ(torch.cos, **keywords)
     with pytest.raises(error, match=message):
         revdeq.verify(torch.cos, torch.zeros(1), **keywords)
+
+
+Z, TWO = torch.zeros(3), (torch.zeros(3), torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("z0", "error", "message"),
+    [
+        ((), ValueError, "z0 = .*tensor"),
+        ((Z, 0.0), TypeError, r"z0\[1\] .*float.*tensor"),
+        ({"h": [Z, Z.long()]}, TypeError, r"z0\['h'\]\[1\] .*int64.*z0\['h'\]\[1\].float\(\)"),
+        (Z > 0, TypeError, r"z0 .*bool.*z0.float\(\)"),
+        (Z + 0j, TypeError, r"z0 .*complex64.*view_as_real\(z0\)"),
+        (torch.eye(3).to_sparse(), TypeError, r"z0 .*sparse_coo.*z0.to_dense\(\)"),
+        ([Z, Z.to("meta")], ValueError, r"z0\[1\] .*meta.*cpu.*one device"),
+        (Z.to("meta"), ValueError, "z0 .*meta"),
+        (Z / 0, FloatingPointError, "z0 .*finite"),
+    ],
+)
+def test_what_cannot_be_a_state_to_start_from(z0, error, message):
+    with pytest.raises(error, match=message):
+        revdeq.solve(lambda z: z, z0)
+
+
+def test_a_device_without_float64_is_refused():
+    with pytest.raises(ValueError, match="z0 .*mps.*float64.*CPU"):
+        refuse_device("z0", torch.device("mps"))
+
+
+@pytest.mark.parametrize(
+    ("f", "z0", "error", "message"),
+    [
+        (3, Z, TypeError, "f = 3 .*callable"),
+        (lambda z: z[:2], Z, ValueError, r"f's output .*\(2,\).*z0, \(3,\).*z0=\.\.\."),
+        (lambda z: z[None], Z.clone().requires_grad_(), ValueError, r"f's output .*\(1, 3\).*z0, \(3,\)"),
+        (lambda z: (z[0], z[1][:1]), TWO, ValueError, r"f's output \(leaf 1 of 2\) .*\(1,\).*z0, \(3,\)"),
+        (lambda z: (z, z), Z, TypeError, r"f .*\('Tensor', 'Tensor'\).*z0, Tensor"),
+        (list, (Z,), TypeError, r"f .*\['Tensor'\].*z0, \('Tensor',\)"),
+        (lambda z: None, Z, TypeError, "f .*NoneType.*z0, Tensor"),
+        (lambda z: (z[0], 3), TWO, TypeError, r"f's output \(leaf 1 of 2\) .*int.*tensor of shape \(3,\)"),
+        (lambda z: z.to_sparse(), Z, TypeError, r"f's output .*sparse_coo.*to_dense\(\)"),
+        (lambda z: z.long(), Z, TypeError, "f's output .*int64.*float32"),
+        (lambda z: z.to("meta"), Z, ValueError, "f's output .*meta.*z0 .*cpu"),
+        (
+            nn.InstanceNorm1d(2, track_running_stats=True),
+            torch.zeros(2, 2, 3),
+            RuntimeError,
+            r"InstanceNorm.*GroupNorm.*eval\(\)",
+        ),
+    ],
+)
+def test_what_f_cannot_be_or_return(f, z0, error, message):
+    with pytest.raises(error, match=message):
+        revdeq.solve(f, z0)
+
+
+def test_a_layer_needs_a_function():
+    with pytest.raises(TypeError, match="f = None .*callable"):
+        revdeq.RevDEQ(None)
+
+
+@pytest.mark.parametrize(("x", "kind"), [(None, "NoneType"), (torch.arange(3), "int64")])
+def test_a_layer_needs_z0_where_x_cannot_be_a_state(x, kind):
+    with pytest.raises(TypeError, match=f"x .*{kind}.*z0"):
+        revdeq.RevDEQ(torch.cos)(x)
+
+
+def test_an_error_inside_f_passes_through_and_leaves_the_input_alone():
+    z0 = torch.randn(3)
+    before, calls = z0.clone(), []
+
+    def fails(z):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyError("of f's own")
+        return z.mul_(0.5)
+
+    with pytest.raises(KeyError, match="of f's own"):
+        revdeq.solve(fails, z0)
+    assert torch.equal(z0, before) and torch.is_grad_enabled()
 
 
 # gamma

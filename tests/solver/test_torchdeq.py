@@ -2,8 +2,10 @@
 
 import argparse
 import functools
+import importlib
 import logging
 import pydoc
+import sys
 
 import pytest
 import torch
@@ -263,10 +265,41 @@ def test_the_numbers_of_evaluations(caplog):
         assert (
             torchdeq.get_deq(core="reversible", f_max_iter=60, f_tol=no_tolerance)(torch.cos, z0)[1]["nstep"][0] == 60
         )
-    with pytest.raises(ValueError, match="f_max_iter = -1 must be a number of evaluations"):
-        torchdeq.get_deq(core="reversible", f_max_iter=-1)
-    with pytest.raises(ValueError, match="f_tol = -1 must be positive"):
-        torchdeq.get_deq(core="reversible", f_tol=-1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "error", "message"),
+    [
+        ({"f_max_iter": -1}, ValueError, "f_max_iter = -1 .*at least 0"),
+        ({"f_max_iter": 2.5}, ValueError, "f_max_iter = 2.5 .*integer"),
+        ({"f_tol": -1}, ValueError, "f_tol = -1 .*0 or None"),
+        ({"max_steps": 4}, TypeError, "max_steps = 4: .*f_max_iter"),
+        ({"tol": 0.1}, TypeError, "tol = 0.1: .*f_tol"),
+    ],
+)
+def test_bad_settings_by_torchdeqs_names(setting, error, message):
+    with pytest.raises(error, match=message):
+        torchdeq.get_deq(core="reversible", **setting)
+
+
+@pytest.mark.parametrize(
+    ("func", "z_init", "error", "message"),
+    [
+        (torch.cos, torch.zeros(2).long(), TypeError, r"z_init .*int64.*z_init.float\(\)"),
+        (lambda a, b: a, (torch.zeros(2, 2),) * 2, TypeError, "func .*z_init has 2 parts"),
+        (lambda z: z[:1], torch.zeros(2), ValueError, r"func's output .*\(1,\).*z_init, \(2,\)"),
+        (lambda z: z + torch.nan, torch.zeros(2), FloatingPointError, "step 1 of at most 4.*func .*beta"),
+    ],
+)
+def test_bad_states_by_torchdeqs_names(func, z_init, error, message):
+    with pytest.raises(error, match=message):
+        torchdeq.get_deq(core="reversible", f_max_iter=8, f_tol=1e-3)(func, z_init)
+
+
+def test_torchdeq_itself_may_be_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchdeq", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'revdeq\[torchdeq\]'"):
+        importlib.reload(revdeq.torchdeq)
 
 
 def test_help_is_about_this_core():

@@ -63,6 +63,8 @@ def test_it_takes_what_solve_takes():
         assert revdeq.verify(torch.cos, torch.zeros(3)).exact
     with pytest.raises(TypeError, match="z0 is torch.int64"):
         revdeq.verify(torch.cos, torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="gradient = 'implicit'.*gradient='exact'"):
+        revdeq.verify(torch.cos, torch.zeros(3), gradient="implicit")
 
 
 def test_the_hash_sees_every_bit_and_its_place():

@@ -89,7 +89,7 @@ def test_a_cache_that_the_first_evaluation_fills_is_named():
     f, encoder = Remembering("a projection of x"), nn.Linear(6, 6)
     x = encoder(torch.randn(3, 6))
     z = revdeq.solve(f, torch.zeros(3, 6), x).z
-    with pytest.raises(revdeq.ReconstructionError, match="fill a cache before the solve by calling f once"):
+    with pytest.raises(revdeq.ReconstructionError, match="cache.*calling f once"):
         z.sum().backward()
     grads = []
     for solve in (as_z(), baselines.stored_graph):
@@ -146,7 +146,7 @@ def test_of_a_solve_of_which_only_what_f_kept_is_left():
         return kept[-1]
 
     revdeq.solve(f, torch.ones(3, 6))
-    with pytest.raises(RuntimeError, match="keep its solution until the backward pass, too"):
+    with pytest.raises(RuntimeError, match="keep .*solution"):
         kept[3].sum().backward()
 
 
@@ -232,7 +232,7 @@ def test_a_derivative_through_all_evaluations_is_refused():
         (by_weight,) = torch.autograd.grad(torch.tanh(z @ weight).sum(), weight)
         return torch.tanh(0.2 * z @ weight + 0.05 * z @ by_weight)
 
-    with pytest.raises(RuntimeError, match="f asks for a derivative by a tensor on which its state z depends, too"):
+    with pytest.raises(RuntimeError, match=r"derivative.*z\.detach\(\)"):
         revdeq.solve(f, torch.ones(3, 6))
 
 
@@ -413,7 +413,7 @@ def test_with_an_implicit_gradient_what_changes_between_the_passes_is_noticed():
         total.sum().backward()
     z = revdeq.solve(lambda z, x: torch.tanh(0.5 * linear(z) + x), torch.zeros(3, 6), x, **IMPLICIT).z
     x.copy_(torch.randn(3, 6))
-    with pytest.raises(revdeq.ReconstructionError, match="Leave what f closes over and reads as it is"):
+    with pytest.raises(revdeq.ReconstructionError, match="closes over"):
         z.sum().backward()
 
 
@@ -472,7 +472,7 @@ def test_f_that_waits_for_a_solve_in_another_thread_is_told_and_does_not_hang(mo
             inner = pool.submit(revdeq.solve, lambda w: torch.tanh(0.5 * linear(w) + x), torch.zeros(3, 6))
             return torch.tanh(inner.result().z + x)
 
-        with pytest.raises(RuntimeError, match="has waited 0.5 s for its turn to draw random numbers"):
+        with pytest.raises(RuntimeError, match="0.5 s .*random numbers"):
             revdeq.solve(f, torch.zeros(3, 6), x)
 
 

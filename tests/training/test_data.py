@@ -25,6 +25,7 @@ from sample_data import (
     write_wikitext,
 )
 
+from revdeq.training import data
 from revdeq.training.data import Cifar10, DataError, WikiText, cifar10, download, encoding, wikitext
 
 pytest.importorskip("tiktoken", reason="needs revdeq[train]")
@@ -334,6 +335,19 @@ def test_missing_text_and_encoding_are_named(tmp_path):
     (folder / "wiki.valid.tokens").unlink()
     with pytest.raises(DataError, match="does not hold wiki.valid.tokens"):
         WikiText("wikitext-2", tmp_path, 16)
+
+
+def test_a_folder_has_to_be_named_and_to_hold_every_split(tmp_path):
+    with pytest.raises(DataError, match="cifar10 .*--data DIR"):
+        data.load("cifar10", None, {})
+    with pytest.raises(DataError, match="wiki.train.tokens"):
+        wikitext.text(tmp_path, "wiki.train.tokens")
+
+
+def test_an_encoding_has_to_fit_into_16_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr("tiktoken.load.data_gym_to_mergeable_bpe_ranks", lambda *files: range(1 << 16))
+    with pytest.raises(DataError, match="encoder.json .*65,536 tokens.*16 bits"):
+        encoding.load(tmp_path)
 
 
 @pytest.mark.parametrize("name, change", [("vocab.bpe", b"x y\n"), ("encoder.json", b"}"), ("encoder.json", b"\xff")])

@@ -19,6 +19,7 @@ from revdeq.models import (
     Equilibrium,
     LanguageModel,
     MultiScale,
+    PuzzleModel,
     ResNet,
     SingleScale,
     Transformer,
@@ -556,6 +557,8 @@ def test_bad_arguments():
         (LanguageModel, {"d": 30, "wide_heads": False}, "d = 30 is not a multiple of heads = 8"),
         (LanguageModel, {"dropout": 1.0, "d": 8}, r"dropout = 1.0 must be a probability in \[0, 1\)"),
         (LanguageModel, {"vocabulary": -1}, "vocabulary = -1 must be an integer"),
+        (LanguageModel, {"d": 8, "heads": 2, "wide_heads": "no"}, "wide_heads = 'no' .*true or false"),
+        (PuzzleModel, {"noise": -1}, "noise = -1 .*at least 0"),
         (Transformer, {"depth": 0, "d": 8}, "depth = 0 must be an integer"),
         (ResNet, {"depth": (1, 2)}, r"depth = \(1, 2\) must be 4 numbers"),
     ]:

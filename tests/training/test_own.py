@@ -299,6 +299,11 @@ def test_an_unknown_setting_of_a_training_is_named(tmp_path):
         train_quietly(own_model(), circle(), tmp_path, max_steps=2)
 
 
+def test_a_name_that_is_not_public():
+    with pytest.raises(AttributeError, match="'revdeq.training' has no attribute 'run_away'"):
+        revdeq.training.run_away  # noqa: B018
+
+
 def test_importing_the_package_imports_no_training():
     code = "import sys, revdeq; print({'revdeq.training', 'revdeq.models', 'huggingface_hub'} & sys.modules.keys())"
     environment = {"PYTHONPATH": str(Path(revdeq.__file__).parent.parent)}

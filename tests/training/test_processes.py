@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from revdeq import _device
+from revdeq.training.presets import SettingError
+from revdeq.training.processes import Processes
 
 TRAINING = """
     import os, threading
@@ -67,3 +69,9 @@ def test_a_process_takes_its_own_gpu_of_all_that_it_sees(monkeypatch, seen, expe
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(_device, "count", lambda kind: seen if kind == "cuda" else 0)
     assert _device.best() == torch.device(expected)
+
+
+@pytest.mark.parametrize("device", ["tpu0", "cuda:77"])
+def test_a_device_that_there_is_not(device):
+    with pytest.raises(SettingError, match=f"--device {device}: .*cpu"):
+        Processes(device)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import nn
 
 import revdeq
 from revdeq import __main__
-from revdeq.training import checkpoint, presets, schedule
+from revdeq.training import checkpoint, presets, record, schedule
 from revdeq.training import run as train
 from revdeq.training.data import Cifar10, WikiText
 from revdeq.training.presets import PRESETS, SettingError, Training, configured
@@ -613,7 +614,12 @@ def test_values_on_the_command_line(text, value):
         (["cifar10-tiny", "--set", "batch=1.5"], "batch=1.5: it must be int"),
         (["cifar10-tiny", "--set", "epochs=true"], "epochs=True: it must be int"),
         (["cifar10-tiny", "--set", "schedule=step"], "schedule='step': it must be one of plateau, cosine"),
+        (["cifar10-tiny", "--set", "learning_rate=1"], "(did you mean lr?)"),
         (["cifar10-tiny", "--set", "seed=-1"], "seed=-1: it must be 0 or larger"),
+        (["cifar10-tiny", "--set", "seed=99999999999999999999"], "seed=99999999999999999999: it must be below 2**63"),
+        (["cifar10-tiny", "--set", "steps=(20,5)"], "max_steps=(20, 5): a range is two integers"),
+        (["cifar10-tiny", "--set", "model=transformer"], "cannot be trained on cifar10: choose one of single-scale"),
+        (["cifar10-tiny", "--set", "block=mine.py:Block"], "block='mine.py:Block': it must be module:Class"),
         (["cifar10-tiny", "--set", "beta=1"], "the model multi-scale cannot be made: beta = 1"),
         (["cifar10-tiny", "--set", "model=resnt"], "model='resnt': there is no such model (did you mean resnet?)"),
         (["cifar10-tiny", "--set", "batch=1000"], "batch=1000: it must not be larger than the training data, 180"),
@@ -684,6 +690,32 @@ def test_a_checkpoint_that_cannot_be_used_is_named(folder, tmp_path, monkeypatch
     assert "cannot be read as a checkpoint" in said(other)
     checkpoint.save(other, {**saved, "model": torch.nn.Linear(2, 2).state_dict()})
     assert "has the weights of another model" in said(other)
+
+
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path):
+    last = tmp_path / "last.pt"
+
+    def said(path=last):
+        with pytest.raises(checkpoint.CheckpointError) as told:
+            checkpoint.load(path)
+        return str(told.value)
+
+    assert all(name in said(tmp_path) for name in ("best.pt", "last.pt", "model.safetensors"))
+    last.write_bytes(b"hello")
+    assert str(last) in said() and "another program" in said()
+    with zipfile.ZipFile(last, "w") as archive:
+        archive.writestr("notes.txt", "of another kind")
+    assert "damaged" in said() and "copy it again" in said()
+    torch.save({"f": nn.Linear}, last)
+    assert "code" in said() and "trust" in said()
+    torch.save({"format": checkpoint.FORMAT}, last)
+    last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
+    assert "its end is missing" in said() and "best.pt" not in said()
+    (tmp_path / "best.pt").write_bytes(b"")
+    assert str(tmp_path / "best.pt") in said()
+    (tmp_path / "config.json").write_bytes(b"{")
+    with pytest.raises(checkpoint.CheckpointError, match="config.json .*preset"):
+        record.read_config(tmp_path)
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(folder, whole, tmp_path, capsys):
