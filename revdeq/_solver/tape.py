@@ -149,8 +149,8 @@ class Tape:
                 yield End(*states, self._sums, None)
                 if versions != [x._version for state in states for x in state]:
                     raise RuntimeError("z or y of a step was changed in place, and the next step reads it: clone it")
-        finally:
-            self._home = None  # from now on the graph holds it
+        finally:  # from now on the graph holds it
+            self._left, self.half_steps, self._home, self._read, self._other = _own(self), ([], []), None, [], []
 
     def begin(self, look: bool) -> None:
         """If `look`, test for convergence after each step (synchronises)."""
@@ -399,7 +399,7 @@ class Tape:
     def _saved(self) -> State:
         """The last states, and what was put aside."""
         if self._is_stepwise:
-            return _own(self)
+            return _own(self) if self._home is not None else self._left
         ctx = self._end()
         if ctx is None:
             raise RuntimeError(
