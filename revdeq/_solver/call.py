@@ -45,11 +45,14 @@ class Call:
         self.autocasts = self.settings.autocasts
         self.changes_its_input = False
         self._indexed, self.has_aux, self.aux = indexed, has_aux, None
+        self._counts_changes = not torch.is_inference_mode_enabled()
+        x = initial[0]
+        self._like = (x.dtype, x.shape, x.device, torch.strided) if self._is_a_tensor else None
         self._tensors: list[tuple[dict[str, Any], str, Tensor]] = []
 
     def __call__(self, state: State, k: int) -> State:
         """Evaluation k."""
-        before = list(map(_version, state))
+        before = [x._version for x in state] if self._counts_changes else None
         z = state[0] if self._is_a_tensor else tree_unflatten(state, self._spec)
         if self._indexed:
             self._kwargs["evaluation"] = k
@@ -60,10 +63,11 @@ class Call:
                 result = self._run(z, *self._args, **self._kwargs)
         if self.has_aux:
             result, self.aux = _pair(result)
-        outputs = flattened(result, state, self._spec)
-        if before != [*map(_version, state)] or -1 in before:
+        if before is None or before != [x._version for x in state]:
             self.changes_its_input = True
-        return outputs
+        if type(result) is Tensor and (result.dtype, result.shape, result.device, result.layout) == self._like:
+            return [result]
+        return flattened(result, state, self._spec)
 
     def prepare(self, look: bool) -> None:
         """Before the first evaluation. `look`: whether there is a tolerance."""
@@ -186,11 +190,6 @@ def _needs_grad(tree: Any) -> bool:
 
 def _can_change(x: Any) -> bool:
     return isinstance(x, Tensor) and not x.requires_grad and not x.is_inference()
-
-
-def _version(x: Tensor) -> int:
-    """Negative where changes are not counted."""
-    return -1 if x.is_inference() else x._version
 
 
 def module_tensors(f: Any) -> list[tuple[dict[str, Any], str, Tensor]]:

@@ -162,7 +162,7 @@ class Draw:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._start: list[Tensor | None] = []
-        self._draws: bool | None = None  # not known before the first evaluation
+        self.draws: bool | None = None  # not known before the first evaluation
         self._beside_others = False
         self._watch: _NoDraws | None = None
         # A solve within f belongs to the evaluation of f around it, also when its backward pass has another thread.
@@ -171,11 +171,11 @@ class Draw:
         self._around: set[Draw] = {*around, *(outer for draw in around for outer in draw._around)}
 
     def __enter__(self) -> None:
-        if self._draws is False:
+        if self.draws is False:
             return
         me = self, threading.get_ident()
         with self._turns:
-            if self._draws is None:
+            if self.draws is None:
                 self._wait_for(lambda: not self._others(self._drawing))
                 others = self._others(self._first)
                 for draw in others:
@@ -193,20 +193,20 @@ class Draw:
             self._watch.__enter__()
 
     def __exit__(self, kind: object, *exception: object) -> None:
-        if self._draws is False:
+        if self.draws is False:
             return
         if self._watch is not None:
             self._watch.__exit__(None, None, None)
             self._watch = None
         me = self, threading.get_ident()
         with self._turns:
-            (self._first if self._draws is None else self._drawing).remove(me)
+            (self._first if self.draws is None else self._drawing).remove(me)
             self._turns.notify_all()
             if kind is not None:  # as if f had not been called
                 _device.set_generator_states(self._device, self._start)
-            elif self._draws is None:
-                self._draws = not _equal(self._start, _device.generator_states(self._device))
-                if self._draws and self._beside_others:
+            elif self.draws is None:
+                self.draws = not _equal(self._start, _device.generator_states(self._device))
+                if self.draws and self._beside_others:
                     raise OnceMore
 
     def _wait_for(self, turn: Callable[[], bool]) -> None:
@@ -227,15 +227,10 @@ class Draw:
         within = len(self._others(self._first)) < len(self._first)
         return not self._others(self._drawing) and (within or not self._first)
 
-    @property
-    def draws(self) -> bool | None:
-        """None before the first evaluation."""
-        return self._draws
-
     @contextlib.contextmanager
     def rewound(self) -> Iterator[None]:
         """Around a backward pass: the generators end where they were."""
-        if not self._draws:
+        if not self.draws:
             yield
             return
         now = _device.generator_states(self._device)

@@ -18,7 +18,7 @@ from .. import kernels
 from .call import AsBefore
 from .private import graph_is_kept
 from .state import State, dense
-from .tape import Tape, backward, relax, relax_norms
+from .tape import Tape, backward, refuse_other_derivatives, relax, relax_norms
 from .way_back import norm, scaled
 
 
@@ -39,6 +39,7 @@ class Implicit(torch.autograd.Function):
 
     @backward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        refuse_other_derivatives(grads)
         tape, size = ctx.tape, ctx.size
         read, before = ctx.saved_tensors[:size], ctx.saved_tensors[size:]
         # y and z are the same fixed point, and so their gradients add up.

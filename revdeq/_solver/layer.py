@@ -1,5 +1,6 @@
 """revdeq.RevDEQ: the reversible equilibrium as a layer."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -75,8 +76,9 @@ class RevDEQ(nn.Module):
             setattr(self, name, getattr(checked, name))
         self.last = None
         # Coefficients that were found are saved, broadcast and averaged like any buffer. A row of NaN stands for none.
-        self.register_buffer("coefficients", torch.full((1, 2), torch.nan, dtype=torch.float64))
-        self._seen = self.coefficients._version
+        self._found: list[tuple[float, float]] = [(math.nan, math.nan)]
+        self.register_buffer("coefficients", torch.empty(0))
+        self._write()
         self.register_parameter("learnt", None)
         if learn_coefficients not in (True, False, "pair"):
             raise ValueError(f"learn_coefficients = {learn_coefficients!r} must be True, False or 'pair'")
@@ -158,9 +160,8 @@ class RevDEQ(nn.Module):
         """
         checked = options_from({**self.options, "beta": beta, "gamma": gamma, "schedule": schedule})
         self.beta, self.gamma, self.schedule = beta, gamma, checked.schedule
-        rows = torch.tensor([(beta, gamma), *checked.pairs], dtype=torch.float64)
-        self.coefficients = rows.to(self.coefficients.device)
-        self._seen = self.coefficients._version
+        self._found = [(float(beta), float(gamma)), *checked.pairs]
+        self._write()
         if self.learnt is not None:
             with torch.no_grad():
                 pairs = [*checked.pairs, *[(beta, gamma)] * len(self.learnt)][: len(self.learnt)]
@@ -169,8 +170,8 @@ class RevDEQ(nn.Module):
     @property
     def options(self) -> dict[str, Any]:
         """The options as they are now, by name: the keywords that `revdeq.solve` is called with."""
-        if self.coefficients._version != self._seen:  # another process, or an average, has written to them
-            self._take(self.coefficients)
+        if not torch.compiler.is_compiling() and self.coefficients._version != self._seen:
+            self._take(self.coefficients)  # another process, or an average, has written to them
         return {name: getattr(self, name) for name in NAMES}
 
     def _used(self, max_steps: int | None) -> dict[str, Any]:
@@ -183,32 +184,30 @@ class RevDEQ(nn.Module):
         return options
 
     def _take(self, coefficients: Tensor) -> None:
-        if not coefficients.isnan().any():
-            (beta, gamma), *schedule = coefficients.tolist()
+        (beta, gamma), *schedule = coefficients.tolist()
+        if not math.isnan(beta):
             self.use(beta, gamma, schedule or None)
+
+    def _write(self) -> None:
+        """The buffer, in float64 whatever the weights are."""
+        self.coefficients = torch.tensor(self._found, dtype=torch.float64, device=self.coefficients.device)
+        self._seen = self.coefficients._version
 
     def _start(self, x: Any, z0: Any) -> Any:
         return tree_map(_zeros_like, x) if z0 is None else z0
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """Coefficients are float64 whatever the weights are."""
-        before = self.coefficients
         super()._apply(fn, recurse)
-        if self.coefficients.dtype != torch.float64:
-            self.coefficients = before.to(self.coefficients.device)
-        self._seen = self.coefficients._version
+        self._write()
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """A state in which nothing was found, or which was saved before there was such a buffer, leaves the coefficients
+        as they are."""
         found = state_dict.get(prefix + "coefficients")
-        if found is None:  # saved before there was such a buffer
-            state_dict[prefix + "coefficients"] = self.coefficients
-        elif found.dim() == 1:  # a pair, as it was saved once
-            state_dict[prefix + "coefficients"] = found = found.unsqueeze(0)
         if found is not None:
-            self._take(found)
-            if self.coefficients.shape != found.shape:
-                self.coefficients = torch.full_like(self.coefficients[:1], torch.nan).expand(found.shape).clone()
+            self._take(found.view(-1, 2))  # it was one pair once
+        state_dict[prefix + "coefficients"] = self.coefficients
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._seen = self.coefficients._version
 

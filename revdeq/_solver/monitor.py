@@ -111,8 +111,6 @@ class Monitor:
 
     def _decide(self, values: Tensor) -> None:
         rho, before, after, change, value, *sizes = values.tolist()
-        if math.isfinite(before):  # a scaled loss may overflow, which its scaler looks for
-            self._decide_growth(before, after)
         coarse = [size for size in sizes if 2 * SMALLEST_SCALE < size < self.resolution / COARSE]
         if coarse:
             text = (
@@ -123,6 +121,8 @@ class Monitor:
             )
             self._tell("coarse", text, ReconstructionError, ReconstructionWarning)
         if rho <= LIMIT:
+            if math.isfinite(before):  # a scaled loss may overflow, which its scaler looks for
+                self._decide_growth(before, after)
             return
         cause = f"{self.remedy}f does not compute the same when it is called again (a counter in f? use indexed=True)"
         if self.state == "float64" and not change <= MOVING * value:

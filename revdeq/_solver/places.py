@@ -6,11 +6,10 @@ the places of that evaluation.
 """
 
 import bisect
-import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,6 +79,11 @@ class Home:
         return tape.places.held(self._place, tape, self._around)
 
     def unpack(self, place: int) -> Tensor:
+        tape = self() if self._tape is None else self._tape
+        begin, tensors = tape.places.now
+        if 0 <= place - begin < len(tensors):
+            return tensors[place - begin]
+        # A compiler that compiles a whole training step comes here, too.
         return (_unpack_untraced if torch.compiler.is_compiling() else _unpack)(self, place)
 
     @property
@@ -148,6 +152,8 @@ class Places:
     needs_versions: whether f asks for derivatives itself, or changes in place what was saved, which is an error only if
         a gradient flows there.
     devices: of all that the first evaluation saved.
+    now: the first place of the evaluation that the engine is walking through, and all of its tensors, if they can be
+        had without a further look.
     """
 
     def __init__(self) -> None:
@@ -159,6 +165,7 @@ class Places:
         self.filled: dict[int, Filled] = {}
         self.running, self.needs_versions = -1, False
         self.devices: set[torch.device] = set()
+        self.now: tuple[int, list[Any]] = (0, [])
 
     # Forward
 
@@ -207,7 +214,7 @@ class Places:
 
     def empty(self, k: int, only: torch.device | None = None) -> None:
         """Forget what is in the places, or what is on one device: nodes of another one may be late, and still ask."""
-        filled = self.filled.pop(k, None)
+        filled, self.now = self.filled.pop(k, None), (0, [])
         if filled is None:
             return
         others = [x if isinstance(x, Tensor) and x.device != only else None for x in filled.tensors] if only else []
@@ -259,34 +266,22 @@ class Places:
         shape, dtype, device = self._shapes[k][i]
         return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
-    @contextlib.contextmanager
-    def filling(self, home: Home, k: int) -> Iterator[None]:
+    def filling(self, home: Home, k: int) -> "Filling":
         """Around evaluation k when it is repeated."""
-        filled, begin = Filled([] if self.needs_versions else None), self._begins[k]
-        pack: Callable[[Any], Any] = filled.tensors.append
-        unpack: Callable[[Any], Any] = _differentiates
-        if self.needs_versions:
-            self.filled[k] = filled
-            pack, unpack = lambda x: begin + filled.append(_without_graph(x)), home.unpack
-        self.running = k
-        try:
-            with Within(home, pack, unpack, lambda tape: begin + filled.append(tape)):
-                yield
-        except BaseException:
-            self.filled.pop(k, None)
-            raise
-        finally:
-            self.running = -1
-        if not self.needs_versions or filled.versions is None:
-            # The graph of this repetition, which nobody walks, holds the list.
-            tensors, filled = filled.tensors, Filled(None)
-            filled.tensors = list(tensors)
-            tensors.clear()
+        return Filling(self, home, k)
+
+    def fill(self, k: int, filled: Filled) -> None:
+        """The places of evaluation k, if it is the one that it was."""
         if len(filled.tensors) != self._counts[k]:
             raise ReconstructionError(OTHER_COUNT.format(again=len(filled.tensors), before=self._counts[k], k=k + 1))
         if k == 0:
             self._compare_leaves(filled.tensors)
         self.filled[k] = filled
+        if filled.versions is None:
+            self.now = self._begins[k], filled.tensors
+
+    def begin_of(self, k: int) -> int:
+        return self._begins[k]
 
     def _compare_leaves(self, tensors: list[Any]) -> None:
         """f may make a leaf itself, but its numbers must be the same, which is asked where a look does not wait for the
@@ -299,6 +294,45 @@ class Places:
             same = likes[0] == likes[1] and (not _device.can_look(before) or torch.equal(before, now))  # type: ignore[arg-type]
             if not same:
                 raise RuntimeError(OTHER_TENSORS.format(shape=tuple(before.shape)))
+
+
+class Filling:
+    """Context manager around an evaluation when it is repeated: what f saves fills its places."""
+
+    __slots__ = ("_begin", "_filled", "_k", "_places", "_within")
+
+    def __init__(self, places: Places, home: Home, k: int) -> None:
+        self._places, self._k, self._begin = places, k, places.begin_of(k)
+        self._filled = Filled([] if places.needs_versions else None)
+        if places.needs_versions:
+            self._within = Within(home, self._pack, home.unpack, self._hold)
+        else:
+            self._within = Within(home, self._filled.tensors.append, _differentiates, self._hold)
+
+    def _hold(self, x: Any) -> int:
+        return self._begin + self._filled.append(x)
+
+    def _pack(self, x: Tensor) -> int:
+        return self._hold(_without_graph(x))
+
+    def __enter__(self) -> None:
+        places = self._places
+        places.running = self._k
+        if self._filled.versions is not None:
+            places.filled[self._k] = self._filled
+        self._within.__enter__()
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        places, filled = self._places, self._filled
+        self._within.__exit__()
+        places.running = -1
+        places.filled.pop(self._k, None)
+        if kind is not None:
+            return
+        if filled.versions is None:  # the graph of this repetition, which nobody walks, holds the list
+            held, filled.tensors = filled.tensors, list(filled.tensors)
+            held.clear()
+        places.fill(self._k, filled)
 
 
 def _differentiates(nothing: None) -> Tensor:

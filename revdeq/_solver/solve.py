@@ -19,7 +19,7 @@ from .monitor import Adjoint, Monitor, call_site
 from .options import options_from, with_options
 from .private import has_tangents, is_transformed
 from .scheme import Scheme, rounded_coefficients, scheme_for
-from .state import State, checked_state, checked_y0
+from .state import State, checked_state, checked_y0, versions_of
 from .tape import NORM_FLOOR, End, Start, Tape, relative_distance
 from .unrolled import has_fakes, is_traced, unrolled
 
@@ -98,17 +98,17 @@ class Carry:
 
     scheme: Scheme
     states: tuple[State, State]
-    versions: tuple[int, ...]
+    versions: list[int | None]
 
     @classmethod
     def of(cls, scheme: Scheme, states: tuple[State, State]) -> "Carry":
-        return cls(scheme, states, tuple(x._version for state in states for x in state))
+        return cls(scheme, states, versions_of(*states))
 
     def for_(self, scheme: Scheme) -> tuple[State, State] | None:
         """The states, if they are of this kind: others start from what f reads of them."""
         if scheme.name != self.scheme.name or scheme.resolution != self.scheme.resolution:
             return None
-        if self.versions != tuple(x._version for state in self.states for x in state):
+        if self.versions != versions_of(*self.states):
             raise RuntimeError(
                 "the steps of the solution that this solve goes on from were undone by its backward pass: go on "
                 "before backward, or start from its values, solve(f, s.z, x, y0=s.y)"

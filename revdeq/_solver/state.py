@@ -76,6 +76,11 @@ def _register_dataclasses(tree: Any) -> None:
             register_dataclass(kind)
 
 
+def versions_of(*states: State) -> list[int | None]:
+    """What counts in-place changes, but for tensors of inference mode, which have no such count."""
+    return [None if x.is_inference() else x._version for state in states for x in state]
+
+
 def holds_others(x: Tensor) -> bool:
     """Whether x is a wrapper of other tensors (a DTensor, say) and has no memory of its own."""
     if type(x) in (Tensor, torch.nn.Parameter):

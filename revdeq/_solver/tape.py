@@ -33,7 +33,7 @@ from .options import Options
 from .places import Differentiates, Home, Places
 from .private import current_pass, graph_is_kept, is_batched
 from .scheme import Scheme
-from .state import State, laid_out_like
+from .state import State, laid_out_like, versions_of
 from .way_back import WayBack, norm
 
 NORM_FLOOR = 1e-5
@@ -145,9 +145,9 @@ class Tape:
                 if arrived or _device.can_look(self.z0[0]):
                     self.scheme.check([*self.half_steps[0], *self.half_steps[1]])
                 states = self._other, self._read
-                versions = [x._version for state in states for x in state]
+                versions = versions_of(*states)
                 yield End(*states, self._sums, None)
-                if versions != [x._version for state in states for x in state]:
+                if versions != versions_of(*states):
                     raise RuntimeError("z or y of a step was changed in place, and the next step reads it: clone it")
         finally:  # from now on the graph holds it
             self._left, self.half_steps, self._home, self._read, self._other = _own(self), ([], []), None, [], []
@@ -164,6 +164,7 @@ class Tape:
         inputs = (*self._start.z, *self._start.y) if self._turn == 0 else ()
         self._needed = exact and (self.learns or any(x.requires_grad for x in inputs))
         self._kept.clear()
+        self._keep = 0 if self._home is None or self._home.is_within else options.keep
         self._sums: Any = None
         self._read, self._other = self.z0, self.y0
         self.f.prepare(options.tol is not None)
@@ -196,7 +197,7 @@ class Tape:
             f_reads, outputs = self._first(record)
             self._bind(outputs)
         else:
-            f_reads = self._given(k)
+            f_reads = read if k > self._turn else self._given(k)
             outputs = self._evaluate(k, f_reads, record)
         if k >= self._turn:
             moved = list(_relax(self, self._home, k, norms, read, *outputs, *f_reads))
@@ -206,9 +207,8 @@ class Tape:
         self._read, self._other = moved, read
 
     def _given(self, k: int) -> State:
-        """What f reads, in memory of its own. In grad mode it needs a gradient, whether or not z0 does."""
-        if k > self._turn:
-            return self._read
+        """What f reads where the graph begins, in memory of its own. In grad mode it needs a gradient, whether or not
+        z0 does."""
         origin = self.coefficients if self.learns else _ORIGIN
         if k == self._turn == 0:
             start = self._start
@@ -229,30 +229,24 @@ class Tape:
 
     def _evaluate(self, k: int, read: State, record: bool) -> State:
         """f's outputs. With `record`, they are part of the graph, which the evaluation's tensors are left out of."""
-        f, places, home = self.f, self.places, self._home
-        assert home is not None
-        mixes, known = self.scheme.at(k).c != 0, f.changes_its_input
-        keep = 0 if not record or home.is_within else self.options.keep
+        f, places, keep = self.f, self.places, self._keep if record else 0
+        mixes, changes = self.scheme.at(k).c != 0, f.changes_its_input
+        copies = changes and k > 0 and (mixes or self._is_stepwise)
         if record and f.autocasts:
             torch.clear_autocast_cache()  # a cast that two evaluations share would sum their gradients in its precision
-
-        def evaluated(notes: bool) -> State:
-            given = [x.clone() for x in read] if known and (mixes or self._is_stepwise) and k > 0 else read
-            places.begin(k)
-            if not notes or self._stores:
-                return f(given, k)
-            with places.noting(home, k):
-                return f(given, k)
-
         try:
-            outputs = evaluated(self._graph and (k == 0 or keep > 0 or self._cuts or places.needs_versions))
+            if not self._graph or self._stores or not (k == 0 or keep or self._cuts or places.needs_versions):
+                places.begin(k)
+                outputs = f([x.clone() for x in read] if copies else read, k)
+            else:
+                outputs = self._noted(k, read, copies)
         except Differentiates:
             places.needs_versions = True
-            outputs = evaluated(True)
+            outputs = self._noted(k, read, copies)
         finally:
             places.running = -1
         places.end(k)
-        if mixes and k > 0 and f.changes_its_input and not known:
+        if f.changes_its_input and not changes and k > 0 and mixes:
             raise RuntimeError(
                 "f changes its input in place, and did not in its first evaluation: let it do so always, or never"
             )
@@ -270,6 +264,12 @@ class Tape:
         elif places.filled:
             places.empty(k)
         return outputs
+
+    def _noted(self, k: int, read: State, copies: bool) -> State:
+        assert self._home is not None
+        self.places.begin(k)
+        with self.places.noting(self._home, k):
+            return self.f([x.clone() for x in read] if copies else read, k)
 
     def _add_aux(self) -> None:
         if self.options.aux == "list":
@@ -354,6 +354,7 @@ class Tape:
 
     def turn(self, ctx: Any, grads: Sequence[Tensor | None]) -> None:
         """It comes to the end of the iteration, with gradients by the last y and z."""
+        refuse_other_derivatives(grads)
         self._refuse_changes()
         self._way_back = WayBack(self, _states(ctx), grads, graph_is_kept())
 
@@ -361,14 +362,14 @@ class Tape:
         """It comes to half-step k, with gradients by what f reads of the state that it moved. Returns those by what f
         returned."""
         with self._lock:
-            return self._in_this_pass().undo(home, k, grads)
+            return self._in_this_pass(grads).undo(home, k, grads)
 
     def reaches(self, home: Home, k: int) -> bool:
         """It comes to the inside of evaluation k, whose tensors are not there. Whether any gradient flows there."""
         if k < 2 * self.first or self.options.gradient != "exact":
             return False
         with self._lock:
-            self._in_this_pass().reach(home, k)
+            self._in_this_pass(()).reach(home, k)
         return True
 
     def arrive(self, grads: Sequence[Tensor | None], needed: bool, apart: bool) -> tuple[Tensor | None, list[Any]]:
@@ -385,13 +386,14 @@ class Tape:
         by_z0, by_y0 = way.initial_grads(grads, apart)
         return way.by_coefficients(), [*by_z0, *by_y0]
 
-    def _in_this_pass(self) -> WayBack:
+    def _in_this_pass(self, grads: Sequence[Tensor | None]) -> WayBack:
         if self.places.running >= 0:
             raise RuntimeError(
                 "f asks for a derivative by a tensor on which its state z depends, too, so that it would go "
                 "through all evaluations before: ask for it at z.detach().requires_grad_(), where z counts as given"
             )
         if self._way_back is None or self._way_back.number != current_pass():
+            refuse_other_derivatives(grads)
             self._refuse_changes()
             self._way_back = WayBack(self, self._saved(), None, True)
         return self._way_back
@@ -488,16 +490,6 @@ def backward(function: Callable[..., Any]) -> Any:
     And in a training step that is compiled as a whole f would be compiled, which it was not when it ran before."""
 
     def run(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate "
-                "an iteration that you unroll yourself"
-            )
-        if any(g is not None and is_batched(g) for g in grads):
-            raise RuntimeError(
-                "the gradients that this backward pass starts from are batched (is_grads_batched=True, or vmap around "
-                "autograd.grad), and a solve has no batched derivative: call it once for each of them"
-            )
         if not torch.is_inference_mode_enabled():
             return function(ctx, *grads)
         with torch.inference_mode(False), torch.no_grad():
@@ -505,6 +497,20 @@ def backward(function: Callable[..., Any]) -> Any:
 
     outside = untraced(run)
     return staticmethod(lambda ctx, *grads: (outside if torch.compiler.is_compiling() else run)(ctx, *grads))
+
+
+def refuse_other_derivatives(grads: Sequence[Tensor | None]) -> None:
+    """Where a backward pass comes to a solve."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate "
+            "an iteration that you unroll yourself"
+        )
+    if any(g is not None and is_batched(g) for g in grads):
+        raise RuntimeError(
+            "the gradients that this backward pass starts from are batched (is_grads_batched=True, or vmap around "
+            "autograd.grad), and a solve has no batched derivative: call it once for each of them"
+        )
 
 
 class _Begin(torch.autograd.Function):

@@ -84,8 +84,8 @@ LAST_SOLVE = """
 @pytest.mark.parametrize(
     ("check", "beta", "told"),
     [
-        ("warn", 0.9, "ReconstructionWarning: the backward pass did not find its way back"),
-        ("raise", 0.9, "ReconstructionError: the backward pass did not find its way back"),
+        ("warn", 0.9, "ReconstructionWarning: the backward pass failed to reconstruct z0"),
+        ("raise", 0.9, "ReconstructionError: the backward pass failed to reconstruct z0"),
         ("raise", 0.5, ""),
     ],
 )

@@ -319,8 +319,8 @@ def test_no_float64_tensor_is_made(monkeypatch):
 def test_another_beta_becomes_the_nearest_fraction():
     solution = revdeq.solve(torch.cos, torch.zeros(2), beta=0.7001, state="exact")
     assert solution.beta == 0.7
-    with pytest.raises(ValueError, match="beta = 0.999 has no usable fraction"):
-        revdeq.solve(torch.cos, torch.zeros(2), beta=0.999, state="exact")
+    assert revdeq.solve(torch.cos, torch.zeros(2), beta=0.999, state="exact").beta == 63 / 64
+    assert revdeq.solve(torch.cos, torch.zeros(2), beta=1.001, state="exact").beta == 65 / 64
     with pytest.raises(ValueError, match="beta = 0.001 has no usable fraction"):
         revdeq.solve(torch.cos, torch.zeros(2), beta=0.001, state="exact")
 
