@@ -39,12 +39,14 @@ class Call:
     ) -> None:
         self.f, self._run, self._spec, self._is_a_tensor = f, f, spec, spec.is_leaf()
         plain = not kwargs and all(isinstance(x, Tensor) for x in args)
-        given: Any = (args, dict(kwargs))
-        (self._args, self._kwargs), self._leaves = (given, list(args)) if plain else _own(given)
+        given: tuple[Any, dict[str, Any]] = (args, dict(kwargs))
+        given, self._leaves = (given, list(args)) if plain else _own(given)
+        self._args, self._kwargs = given
         self.settings, self.draw = Settings(initial[0].device), Draw(initial[0].device)
         self.autocasts = self.settings.autocasts
         self.changes_its_input = False
-        self._indexed, self.has_aux, self.aux = indexed, has_aux, None
+        self._indexed, self.has_aux = indexed, has_aux
+        self.aux: Any = None
         self._counts_changes = not torch.is_inference_mode_enabled()
         x = initial[0]
         self._like = (x.dtype, x.shape, x.device, torch.strided) if self._is_a_tensor else None
@@ -106,7 +108,8 @@ class Call:
             return
         paths = [path for path, x in tree_flatten_with_path((self._args, self._kwargs))[0] if _can_change(x)]
         rows = zip(paths, versions, self._versions(), strict=False)  # f may also have appended to a list
-        names = [f"{('args', 'kwargs')[path[0].idx]}{keystr(path[1:])}" for path, old, new in rows if old != new]
+        kinds = {"[0]": "args", "[1]": "kwargs"}
+        names = [f"{kinds[keystr(path[:1])]}{keystr(path[1:])}" for path, old, new in rows if old != new]
         if names:
             raise RuntimeError(
                 f"f changed {' and '.join(names)} in place, and would again at every evaluation: clone it inside f"

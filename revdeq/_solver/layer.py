@@ -202,8 +202,8 @@ class RevDEQ(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """A state in which nothing was found, or which was saved before there was such a buffer, leaves the coefficients
-        as they are."""
+        """A state in which nothing was found, or which was saved before there was such a buffer, leaves the
+        coefficients as they are."""
         found = state_dict.get(prefix + "coefficients")
         if found is not None:
             self._take(found.view(-1, 2))  # it was one pair once

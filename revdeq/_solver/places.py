@@ -5,7 +5,6 @@ each tensor that is left out. On the way back f is evaluated again, saves the sa
 the places of that evaluation.
 """
 
-import bisect
 import functools
 import itertools
 import threading
@@ -242,7 +241,7 @@ class Places:
                 raise RuntimeError(CHANGED.format(shape=tuple(leaf.shape)))
 
     def unpack(self, place: int, tape: "Tape", home: Home) -> Tensor:
-        k = bisect.bisect_right(self._begins, place) - 1
+        k = self._evaluation(place)
         x = self.held(place, tape, home)
         filled = self.filled.get(k)
         if filled is not None and filled.is_changed(place - self._begins[k]):
@@ -251,9 +250,17 @@ class Places:
             self.needs_versions = True
         return x
 
+    def _evaluation(self, place: int) -> int:
+        """The one that a place belongs to. By a bisection in Python: torch.compile cannot trace the library's."""
+        low, high = 0, len(self._begins)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._begins[middle] <= place else (low, middle)
+        return low
+
     def held(self, place: int, tape: "Tape", home: Home) -> Any:
         """What belongs to a place. Where it is empty, steps are undone until it is there."""
-        k = bisect.bisect_right(self._begins, place) - 1
+        k = self._evaluation(place)
         i, filled = place - self._begins[k], self.filled.get(k)
         if filled is not None and filled.tensors[i] is not None:
             return filled.tensors[i]

@@ -110,6 +110,10 @@ class Tape:
         self.places = Places()
         self._home: Home | None = Home(self)  # until the forward pass has ended: from then on the graph holds it
         self._needed = self._stores = self._is_stepwise = False
+        self._read: State = []  # what f reads next, as part of the graph, and what it read before
+        self._other: State = []
+        self._sums: Any = None
+        self._left: State = []  # the states of steps that were taken one by one, after the last of them
         self._kept: collections.deque[int] = collections.deque()
         self._way_back: WayBack | None = None
         self._end: Callable[[], Any] = lambda: None
@@ -165,7 +169,7 @@ class Tape:
         self._needed = exact and (self.learns or any(x.requires_grad for x in inputs))
         self._kept.clear()
         self._keep = 0 if self._home is None or self._home.is_within else options.keep
-        self._sums: Any = None
+        self._sums = None
         self._read, self._other = self.z0, self.y0
         self.f.prepare(options.tol is not None)
 
@@ -202,6 +206,7 @@ class Tape:
         if k >= self._turn:
             moved = list(_relax(self, self._home, k, norms, read, *outputs, *f_reads))
         else:
+            assert self._home is not None
             self.last = Last(self._home, k, f_reads, outputs) if record else None
             moved = self.moved(k, [x.detach() for x in outputs], read, norms)
         self._read, self._other = moved, read
@@ -379,8 +384,7 @@ class Tape:
         if way is not None:
             way.empty()
         if way is None or way.number != current_pass() or way.adjoint is None:
-            by_z0, by_y0 = nothing if self.first else grads, nothing
-            return None, [*by_z0, *(by_y0 if apart else ())]
+            return None, [*(nothing if self.first else grads), *(nothing if apart else ())]
         if not needed or self.first > 0:
             return way.by_coefficients(), nothing * (1 + apart)
         by_z0, by_y0 = way.initial_grads(grads, apart)

@@ -164,6 +164,7 @@ class WayBack:
         tape = self._tape
         if not tape.learns:
             return None
+        assert tape.coefficients is not None
         rows = torch.zeros(tape.coefficients.shape, dtype=torch.float64, device=self._read[0].device)
         for k, (by_b, by_c) in self._slopes.items():
             if k < len(rows):
