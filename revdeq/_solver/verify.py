@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .monitor import LARGEST_GROWTH
 from .options import options_from, with_options
 from .solve import checked_f, solve
+from .way_back import norm
 
 
 @dataclass
@@ -25,6 +27,8 @@ class Report:
         setting: beta and the number of steps, in words.
         changed_input: The evaluations whose input the backward pass did not reconstruct bit for bit.
         changed_output: The evaluations where f, given the same input, gave another output, and in how many elements.
+        growth: By how much the gradient grew on the way back, from the last z to z0. Where it is large, f expands, and
+            gradients explode.
 
     Example:
         >>> report = revdeq.verify(f, z0, x)
@@ -36,6 +40,7 @@ class Report:
     setting: str
     changed_input: list[int] = field(default_factory=list)
     changed_output: dict[int, int] = field(default_factory=dict)
+    growth: float = 0.0
 
     @property
     def exact(self) -> bool:
@@ -46,7 +51,7 @@ class Report:
         if self.exact:
             return (
                 f"exact: the backward pass gave f the same {self.evaluations} inputs as the forward pass, bit for bit, "
-                f"and f gave the same outputs ({self.setting})"
+                f"and f gave the same outputs ({self.setting}). {self._growth}"
             )
         # Going backward, the first thing that went wrong is the cause of the rest.
         first_output, first_input = max(self.changed_output, default=0), max(self.changed_input, default=0)
@@ -63,11 +68,20 @@ class Report:
                 f'({self.setting}); state="exact" will not'
             )
         lost = len(self.changed_input)
-        return f"{text}. In all, {lost} of {self.evaluations} inputs were not reconstructed bit for bit"
+        return f"{text}. In all, {lost} of {self.evaluations} inputs were not reconstructed bit for bit. {self._growth}"
+
+    @property
+    def _growth(self) -> str:
+        text = f"From the last z to z0 the gradient is multiplied by {self.growth:.1e}"
+        if self.growth <= LARGEST_GROWTH:
+            return text
+        return f"{text}: f expands, and gradients explode; damp f with a gamma below 1, or take fewer steps"
 
 
 @with_options
-def verify(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Report:
+def verify(
+    f: Callable[..., Any], z0: Any, *args: Any, kwargs: Mapping[str, Any] | None = None, **options: Any
+) -> Report:
     """Find out whether the gradient of this very f is exact, and if not, why.
 
     Runs a solve forward and backward, with hashes of the bits of every input and output of f, and compares what the
@@ -79,6 +93,7 @@ def verify(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Report
         f: As for `revdeq.solve`.
         z0: As for `revdeq.solve`.
         args: As for `revdeq.solve`.
+        kwargs: As for `revdeq.solve`.
         {options}
 
     Returns:
@@ -99,11 +114,16 @@ def verify(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Report
     recorder = _Recorder(checked_f(f))
     with torch.inference_mode(False), torch.enable_grad():
         initial = _requiring_grad(z0)
-        solution = solve(recorder, initial, *args, **{**options, "check": None, "keep": 0, "backward_steps": None})
+        settings = {**options, "check": None, "keep": 0, "backward_steps": None}
+        solution = solve(recorder, initial, *args, kwargs=kwargs, **settings)
         recorder.turn_back(solution.nfe, f"beta = {solution.beta:.6g}, {solution.steps} steps")
         leaves = tree_leaves(solution.z)
-        torch.autograd.grad(leaves, tree_leaves(initial), [torch.ones_like(x) for x in leaves], allow_unused=True)
+        random = torch.Generator().manual_seed(0)  # the sum of what a norm returns, say, has no gradient
+        seeds = [torch.randn(x.shape, generator=random).to(x) for x in leaves]
+        grads = torch.autograd.grad(leaves, tree_leaves(initial), seeds, allow_unused=True)
     assert recorder.report is not None
+    found = [g for g in grads if g is not None]
+    recorder.report.growth = float(norm(found) / norm(seeds)) if found and leaves[0].numel() else 0.0
     return recorder.report
 
 
@@ -121,10 +141,10 @@ class _Recorder:
         self._hashes = self._hashes[-evaluations:]  # a solve may have begun twice
         self.report = Report(evaluations, setting)
 
-    def __call__(self, z: Any, *args: Any) -> Any:
+    def __call__(self, z: Any, *args: Any, **kwargs: Any) -> Any:
         given = bit_hash(z)
         before = tree_map(lambda x: x.detach().clone(), z) if self.report else None  # f may change z in place
-        out = self.f(z, *args)
+        out = self.f(z, *args, **kwargs)
         if self.report is None:
             self._hashes.append((given, bit_hash(out)))
             return out
@@ -133,12 +153,12 @@ class _Recorder:
         if given != expected[0]:
             self.report.changed_input.append(evaluation)
         elif bit_hash(out) != expected[1]:
-            self.report.changed_output[evaluation] = self._count_changes(before, out, args)
+            self.report.changed_output[evaluation] = self._count_changes(before, out, args, kwargs)
         return out
 
-    def _count_changes(self, z: Any, out: Any, args: tuple[Any, ...]) -> int:
+    def _count_changes(self, z: Any, out: Any, args: Any, kwargs: Any) -> int:
         with saved_tensors_hooks(lambda x: x, lambda x: x):  # which the solver does not count
-            again = self.f(z, *args)
+            again = self.f(z, *args, **kwargs)
         return sum(int((a != b).sum()) for a, b in zip(tree_leaves(again), tree_leaves(out), strict=True))
 
 

@@ -372,3 +372,16 @@ def test_a_copy_of_a_solution_has_no_graph():
     module.kept = revdeq.solve(f, z0, x)
     copied = copy.deepcopy(module).kept
     assert torch.equal(copied.z, module.kept.z) and not copied.z.requires_grad
+
+
+def test_verify_reports_the_growth():
+    z0, x = inputs()
+    calm, wild = revdeq.verify(Block(indexed=False, aux=False), z0, x), revdeq.verify(expanding(9.0), z0, x, beta=0.8)
+    assert calm.growth < 1 and "multiplied by" in str(calm) and "gamma" not in str(calm)
+    assert wild.growth > 100 and "gamma" in str(wild)
+
+
+def test_verify_with_an_index_and_what_f_gives_beside_its_state():
+    z0, x = inputs()
+    report = revdeq.verify(Block(), z0, x, max_steps=N, indexed=True, aux=True)
+    assert report.exact and report.evaluations == 2 * N
