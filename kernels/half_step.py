@@ -106,9 +106,10 @@ class HalfStep:
         relax(f, read, step)            the half-step; `read` is what f read, the copy of the other state
         relax_norms(f, read, step)      the same, with the partial sums of squares
         invert(f, step)                 its inverse; the copy holds what f read, and receives what it will read next
-        invert_adjoint(f, adjoint, vjp, other, step, adjoint_step)
-                                        the same, with adjoint = a adjoint + b vjp + c other
-        invert_compare(f, initial, floor, adjoint, vjp, other, step, adjoint_step)
+        invert_adjoint(f, adjoint, vjp, other, step, adjoint_step, seed)
+                                        the same, with adjoint = a adjoint + b vjp + c other, of which `seed`, a tensor
+                                        laid out like the state, receives a copy in its own dtype
+        invert_compare(f, initial, floor, adjoint, vjp, other, step, adjoint_step, seed)
                                         the last inverse of all, compared with the state that it should arrive at
 
     `read` and `other` are looked at only where c is not 0. `step` and `adjoint_step` are objects that are not made
@@ -156,7 +157,14 @@ class HalfStep:
         raise NotImplementedError
 
     def invert_adjoint(
-        self, f: Tensor, adjoint: Tensor, vjp: Tensor, other: Tensor | None, step: Any, adjoint_step: Linear
+        self,
+        f: Tensor,
+        adjoint: Tensor,
+        vjp: Tensor,
+        other: Tensor | None,
+        step: Any,
+        adjoint_step: Linear,
+        seed: Tensor | None = None,
     ) -> None:
         raise NotImplementedError
 
@@ -170,5 +178,6 @@ class HalfStep:
         other: Tensor | None,
         step: Any,
         adjoint_step: Linear,
+        seed: Tensor | None = None,
     ) -> Tensor:
         raise NotImplementedError

@@ -152,12 +152,19 @@ class HalfStep(half_step.HalfStep):
         return partial
 
     def invert(self, f: Tensor, step: Radix) -> None:
-        self._invert(f, None, None, None, self._take_back(step), step, step)
+        self._invert(f, None, None, None, self._take_back(step), step, step, None)
 
     def invert_adjoint(
-        self, f: Tensor, adjoint: Tensor, vjp: Tensor, other: Tensor | None, step: Radix, adjoint_step: Linear
+        self,
+        f: Tensor,
+        adjoint: Tensor,
+        vjp: Tensor,
+        other: Tensor | None,
+        step: Radix,
+        adjoint_step: Linear,
+        seed: Tensor | None = None,
     ) -> None:
-        self._invert(f, adjoint, vjp, other, self._take_back(step), step, adjoint_step)
+        self._invert(f, adjoint, vjp, other, self._take_back(step), step, adjoint_step, seed)
 
     def _is_announced(self, step: Radix) -> None:
         announced = self.plan.steps[self.done]
@@ -210,10 +217,11 @@ class HalfStep(half_step.HalfStep):
         spill: Tensor | None,
         step: Radix,
         adjoint_step: Linear,
+        seed: Tensor | None,
     ) -> None:
         invert(self.state, f, self.copy, spill, step)
         if adjoint is not None and vjp is not None:
-            reference.update_adjoint(adjoint, vjp, other, adjoint_step)
+            reference.update_adjoint(adjoint, vjp, other, adjoint_step, seed)
 
     def invert_compare(
         self,
@@ -225,9 +233,10 @@ class HalfStep(half_step.HalfStep):
         other: Tensor | None,
         step: Radix,
         adjoint_step: Linear,
+        seed: Tensor | None = None,
     ) -> Tensor:
         if adjoint is not None and vjp is not None:
-            reference.update_adjoint(adjoint, vjp, other, adjoint_step)
+            reference.update_adjoint(adjoint, vjp, other, adjoint_step, seed)
         return invert_compare(self.state, f, self.copy, initial, floor, step)
 
     def _raise_alarm(self, f: Tensor, bad: Tensor) -> None:

@@ -104,7 +104,8 @@ END = -1
 
 
 def successors(index, places, code):
-    """Of an instruction. Calls come back, and a wavefront always has a lane that is active."""
+    """Of an instruction. Calls come back, unless there is nothing that returns: then one leaves a loop. A wavefront
+    always has a lane that is active."""
     it, following = code[index], index + 1
     if it.opcode.startswith("EXIT"):
         return [END, following] if it.guarded else [END]
@@ -114,6 +115,9 @@ def successors(index, places, code):
         *conditions, target = it.operands.split(", ")
         there = places[int(target.strip(" `()"), 16)]
         return [there, following] if it.guarded or conditions else [there]
+    if it.opcode.startswith("CALL.REL") and not any(other.opcode.startswith("RET") for other in code):
+        there = places[int(it.operands.strip(" `()"), 16)]
+        return [there, following] if it.guarded else [there]
     if it.opcode in ("s_branch", "s_cbranch_execnz"):
         return [places[it.operands]]
     if it.opcode.startswith("s_cbranch") and it.opcode != "s_cbranch_execz":
