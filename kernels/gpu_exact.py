@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import gpu, reference_exact
-from .half_step import LANES, Linear
+from .half_step import LANES, Linear, in_order
 from .launch import launch_blocks, launch_chunks
 from .radix import Radix
 
@@ -71,6 +71,51 @@ def _store_decoded(p_copy, b_y, m_x, UNIT: tl.constexpr):
 
 
 @triton.jit
+def _alarm(b_f, b_fits):
+    return tl.where(b_fits, 0, tl.maximum(gpu._magnitude_bits(b_f), 1))
+
+
+@triton.jit
+def _raise_alarm(p_alarm, b_alarm, o_x, LANES: tl.constexpr):
+    """Only where something is wrong is there anything to store; of several in a lane, any will do."""
+    o_lane = tl.max_contiguous(tl.multiple_of(o_x % LANES, 2), 2)
+    tl.store(p_alarm + o_lane, b_alarm, mask=b_alarm != 0)
+
+
+@triton.jit
+def _encode(p_state, p_x, p_alarm, o_x, m_x, SCALE: tl.constexpr, LANES: tl.constexpr):
+    b_x = gpu._load(p_x + o_x, m_x)
+    b_number, b_fits = _integer(b_x, SCALE)
+    tl.store(p_state + o_x, b_number << 32, mask=m_x)
+    _raise_alarm(p_alarm, _alarm(b_x, b_fits), o_x, LANES)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _encode_kernel(p_state, p_x, p_alarm, n, SCALE: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    o_x = first + gpu._offsets(BLOCK)
+    if first + BLOCK <= n:
+        _encode(p_state, p_x, p_alarm, o_x, None, SCALE, LANES)
+    else:
+        _encode(p_state, p_x, p_alarm, o_x, o_x < n, SCALE, LANES)
+
+
+@triton.jit
+def _decode(p_state, p_copy, o_x, m_x, UNIT: tl.constexpr):
+    _store_decoded(p_copy + o_x, gpu._load(p_state + o_x, m_x) >> 32, m_x, UNIT)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _decode_kernel(p_state, p_copy, n, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    o_x = first + gpu._offsets(BLOCK)
+    if first + BLOCK <= n:
+        _decode(p_state, p_copy, o_x, None, UNIT)
+    else:
+        _decode(p_state, p_copy, o_x, o_x < n, UNIT)
+
+
+@triton.jit
 def _divided(b_x, n, by):
     """Quotient and remainder of 0 <= x < 2^41 by n, in 32-bit arithmetic but for the ends."""
     b_high = (b_x >> 19).to(tl.uint32)
@@ -105,8 +150,7 @@ def _relaxed(
     if p_spill is not None:
         b_r = b_r * 0
     b_next, b_r = _stepped(b_state, b_r, b_number, start, to, sign, weight, by_start, by_to)
-    b_fits = b_fits & (b_next >= -2147483648) & (b_next < 2147483648)
-    return b_state, b_next, b_r, tl.where(b_fits, 0, tl.maximum(gpu._magnitude_bits(b_f), 1))
+    return b_state, b_next, b_r, _alarm(b_f, b_fits & (b_next >= -2147483648) & (b_next < 2147483648))
 
 
 @triton.jit
@@ -126,9 +170,7 @@ def _relax(
         p_state, p_f, p_read, p_spill, o_x, m_x, start, to, sign, weight, by_start, by_to, gamma, rest, SCALE
     )
     _store_relaxed(p_state, p_copy, p_spill, b_state, b_next, b_r, o_x, m_x, UNIT)
-    # Only where something is wrong is there anything to store; of several in a lane, any will do.
-    o_lane = tl.max_contiguous(tl.multiple_of(o_x % LANES, 2), 2)
-    tl.store(p_alarm + o_lane, b_alarm, mask=b_alarm != 0)
+    _raise_alarm(p_alarm, b_alarm, o_x, LANES)
 
 
 @triton.jit(do_not_specialize=["n", "half_step", *COEFFICIENTS])
@@ -349,6 +391,20 @@ class HalfStep(reference_exact.HalfStep):
         self._f_dtype: torch.dtype | None = None
         self._numbers: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         self._scales: tuple[float, float] = 1.0, 1.0
+
+    @staticmethod
+    def encoded(x: Tensor, like: Tensor, radix: Radix) -> tuple[Tensor, Tensor]:
+        state = torch.empty_like(like, dtype=torch.int64)
+        alarm = torch.zeros(LANES, dtype=torch.int32, device=x.device)
+        tensors = state, in_order(x, state), alarm
+        launch_blocks(_encode_kernel, gpu.warps(x.device), BLOCK, tensors, (), (1 / radix.unit, LANES))
+        return state, alarm
+
+    @staticmethod
+    def decoded(state: Tensor, dtype: torch.dtype, radix: Radix) -> Tensor:
+        copy = torch.empty_like(state, dtype=dtype)
+        launch_blocks(_decode_kernel, gpu.warps(state.device), BLOCK, (state, copy), (), (radix.unit,))
+        return copy
 
     def _numbers_of(self, step: Radix, f: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the way there and the way back are given, as long as it is the same step."""

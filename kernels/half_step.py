@@ -97,6 +97,14 @@ def layout(x: Tensor) -> tuple[int, ...]:
     return tuple([stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1])
 
 
+def in_order(x: Tensor, like: Tensor) -> Tensor:
+    """x with its elements in the same places as those of `like`: x itself, or, at the cost of one more pass over
+    memory, a copy."""
+    if layout(x) == layout(like) and not x.is_neg():
+        return x
+    return torch.empty_like(like, dtype=x.dtype).copy_(x)
+
+
 class HalfStep:
     """A state and its copy in the dtype that f reads: bound once, stepped many times.
 
@@ -127,11 +135,8 @@ class HalfStep:
         self.copy = copy
 
     def in_order(self, x: Tensor) -> Tensor:
-        """x with its elements in the same places as the state's: x itself, or, at the cost of one more
-        pass over memory, a copy."""
-        if (x.stride() == self._stride or layout(x) == layout(self.state)) and not x.is_neg():
-            return x
-        return torch.empty_like(self.state, dtype=x.dtype).copy_(x)
+        """As the state."""
+        return x if x.stride() == self._stride and not x.is_neg() else in_order(x, self.state)
 
     def in_order_or_none(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else self.in_order(x)

@@ -142,6 +142,21 @@ class HalfStep(half_step.HalfStep):
         taken = len(steps) if spilled is None else 0  # to undo a step raises no alarm
         self.alarm = torch.zeros((taken, LANES), dtype=torch.int32, device=state.device)
 
+    @staticmethod
+    def encoded(x: Tensor, like: Tensor, radix: Radix) -> tuple[Tensor, Tensor]:
+        """The state of x, laid out like `like`, and an alarm, as those of half-steps: 0, unless an x does not fit."""
+        number, bad = integer(x, radix)
+        alarm = torch.where(bad, magnitude_bits(x), 0).flatten()
+        state = torch.empty_like(like, dtype=torch.int64).copy_(number << 32)
+        return state, alarm.amax(0, keepdim=True) if x.numel() else alarm
+
+    @staticmethod
+    def decoded(state: Tensor, dtype: torch.dtype, radix: Radix) -> Tensor:
+        """What f reads of a state."""
+        copy = torch.empty_like(state, dtype=dtype)
+        decode(state >> 32, copy, radix)
+        return copy
+
     def relax(self, f: Tensor, read: Tensor | None, step: Radix) -> None:
         self._relax(f, read, self._put_aside(step), step)
         self.done += 1

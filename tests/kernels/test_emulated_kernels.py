@@ -293,6 +293,44 @@ def test_ptx_writes_the_seed_too(operation, copy_dtype, seed_dtype, rows):
         compare(*(run_exact(half_step_class, *case) for half_step_class in (gpu_exact.HalfStep, exact.HalfStep)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gpu_name", one_of(GPUS))
+def test_ptx_encodes_and_decodes(gpu_name, dtype):
+    """Numbers between two of the state's, too; and states with a remainder, which f does not read."""
+    radix = Radix.nearest(BETA, 24)
+    for n in (2 * gpu_exact.BLOCK, gpu_exact.BLOCK + 101, 1):
+        x = ((252 * torch.rand(n) - 126) * 2.0 ** torch.randint(-30, 1, (n,))).to(dtype)
+        numbers = torch.randint(-(2**63), 2**63 - 1, (n,))
+        with emulated(gpu_name):
+            state, alarm = gpu_exact.HalfStep.encoded(x, x, radix)
+            copy = gpu_exact.HalfStep.decoded(numbers, dtype, radix)
+        compare([state, copy], [exact.encode(x, radix), exact.HalfStep.decoded(numbers, dtype, radix)])
+        assert not alarm.any() and not exact.HalfStep.encoded(x, x, radix)[1].any()
+
+
+@pytest.mark.parametrize("bad", [128.0, -129.0, float("inf"), float("nan")])
+def test_ptx_raises_the_alarm_for_a_start_that_does_not_fit(bad):
+    x, radix = torch.zeros(1500), Radix.nearest(BETA, 24)
+    x[1301] = bad
+    with emulated("sm_90"):
+        state, alarm = gpu_exact.HalfStep.encoded(x, x, radix)
+    expected = torch.zeros(LANES)
+    expected[1301 % LANES] = abs(bad)
+    same_bits(alarm.view(torch.float32), expected)
+    expected_state, expected_alarm = exact.HalfStep.encoded(x, x, radix)
+    compare([state, alarm.amax(0, keepdim=True)], [expected_state, expected_alarm])
+
+
+def test_a_start_is_laid_out_like_the_state():
+    x, radix = torch.randn(3, 5, 7), Radix.nearest(BETA, 24)
+    like = torch.empty(7, 3, 5).permute(1, 2, 0)
+    with emulated("sm_90"):
+        state, _ = gpu_exact.HalfStep.encoded(x, like, radix)
+        copy = gpu_exact.HalfStep.decoded(state, torch.float32, radix)
+    assert state.stride() == copy.stride() == like.stride()
+    compare([state.contiguous()], [exact.encode(x, radix)])
+
+
 NEARLY = 128 - 2.0**-27  # fits as it is, but not rounded
 
 

@@ -154,7 +154,7 @@ def test_small_states_have_small_blocks(monkeypatch, n, programs):
 
 def test_a_kernel_is_never_launched_with_a_longer_number_of_elements(by_triton):
     with compiling(TARGETS["sm_90"]):
-        for n in (5000, 2**31 - 1, 2**31, 2**40):
+        for n in (2**18, 2**31 - 1, 2**31, 2**40):
             state, f = torch.zeros(1).double().expand(n), torch.zeros(1).expand(n)
             gpu.HalfStep(state, f).relax(f, None, STEP)
     assert len(by_triton) == 2
@@ -171,7 +171,7 @@ def test_a_kernel_for_little_memory_never_gets_much(by_triton):
 def test_no_kernel_is_specialised_for_the_value_of_a_number():
     """Of which a key holds the types alone."""
     kernels = [k for module in (gpu, gpu_exact) for name, k in vars(module).items() if name.endswith("_kernel")]
-    assert len(kernels) == 8
+    assert len(kernels) == 10
     for kernel in kernels:
         numbers = [p for p in kernel.params if not p.is_constexpr and not p.name.startswith("p_")]
         assert numbers

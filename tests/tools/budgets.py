@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from gpu_targets import VERSION
-from machine_code import Statistics
+from machine_code import Statistics, executed
 
 from revdeq.kernels import Coefficients, Radix, backends, half_step, launch
 
@@ -30,32 +30,34 @@ MEASURED_WITH = (3, 7)
 
 TABLE = """
 kernel                          reads         writes   sums  alarm  f64    fma   registers:     sm_75    sm_80    sm_86    sm_89    sm_90   sm_100   sm_103   sm_120   sm_121   gfx90a   gfx942   gfx950  gfx1100  gfx1200  gfx1201
-relax                           8+4           8+4      -     -      5      0                       56       40       40       40       32       40       32       40       40       48       48       48       48       48       48
-relax, f in float64             8+8           8+8      -     -      3      0                       48       32       40       40       40       40       32       40       40       48       48       48       48       48       48
-relax, f in bfloat16            8+2           8+2      -     -      5      0                       48       32       40       40       40       32       32       40       40       56       56       48       48       48       48
-relax, gamma                    8+4+4         8+4      -     -      8      0                       64       40       48       48       40       40       40       48       48       64       64       64       64       64       64
-relax, small                    8+4           8+4      -     -      5      0                       56       40       40       40       32       40       32       40       40       48       48       48       48       48       48
-relax_norms                     8+4           8+4      8+8   -      10     0                       64       40       40       40       40       40       40       40       40       48       48       48       40       40       40
-invert                          8+4           8+4      -     -      7/15   2/5                     40       40       40       40       40       40       40       40       40       48       48       48       48       48       48
-invert_adjoint                  8+4+4+4       8+4+4    -     -      7/15   2/5                     48       48       48       48       48       48       48       48       48       48       48       48       56       56       56
-invert_adjoint, f in float64    8+8+8+8       8+8+8    -     -      8/16   2/5                     48       48       48       48       48       48       48       48       48       48       48       48       64       64       64
-invert_adjoint, f in bfloat16   8+2+4+2       8+2+4    -     -      7/15   2/5                     48       40       48       48       48       48       48       48       48       48       48       48       64       64       64
-invert_adjoint, gamma           8+4+4+4+4+4   8+4+4    -     -      10/18  2/5                     56       48       48       48       48       48       48       48       48       48       48       48       64       64       64
-invert_adjoint, small           8+4+4+4       8+4+4    -     -      7/15   2/5                     48       48       48       48       48       48       48       48       48       48       48       48       56       56       56
-invert_adjoint, seed            8+4+4+4       8+4+4+2  -     -      7/15   2/5                     48       48       48       48       48       48       48       48       48       48       48       48       56       56       56
-invert_compare                  8+4+4+4+4     4        4     -      10/18  7/10                    56       56       56       56       56       56       56       56       56       40       40       40       40       40       40
-exact relax                     8+4           8+4      -     4      0      0                       48       40       40       40       40       40       40       40       40       48       48       48       48       48       48
-exact relax, spill              8+4           8+4+4    -     4      0      0                       48       40       40       40       40       40       40       48       48       40       40       40       40       40       40
-exact relax, gamma              8+4+4         8+4      -     4      0      0                       48       40       40       40       40       40       40       40       40       48       56       56       48       48       48
-exact relax, small              8+4           8+4      -     4      0      0                       48       40       40       40       40       40       40       40       40       48       48       48       48       48       48
-exact relax_norms               8+4           8+4      4+4   4      0      0                       48       40       40       40       40       40       40       40       40       48       48       48       40       40       40
-exact invert                    8+4           8+4      -     -      0      0                       40       32       40       40       32       32       32       40       40       40       40       40       40       40       40
-exact invert_adjoint            8+4+4+4       8+4+4    -     -      0      0                       48       40       40       40       40       32       32       40       40       40       40       40       48       48       48
-exact invert_adjoint, spill     8+4+4+4+4     8+4+4    -     -      0      0                       48       32       40       40       32       32       32       40       40       40       40       40       56       56       56
-exact invert_adjoint, gamma     8+4+4+4+4+4   8+4+4    -     -      0      0                       56       32       40       40       32       40       40       40       40       40       40       40       56       48       48
-exact invert_adjoint, small     8+4+4+4       8+4+4    -     -      0      0                       48       40       40       40       40       32       32       40       40       40       40       40       48       48       48
-exact invert_adjoint, seed      8+4+4+4       8+4+4+2  -     -      0      0                       48       40       40       40       40       32       32       40       40       40       40       40       48       48       48
-exact invert_compare            8+4+4+4+4     4        4     -      0      5                       56       40       40       40       40       40       40       40       40       40       40       40       40       40       40
+relax                           8+4           8+4      -     -      5      0                       56       40       40       40       40       40       40       40       40       48       48       48       48       48       48
+relax, f in float64             8+8           8+8      -     -      3      0                       48       40       40       40       40       40       40       40       40       48       48       48       48       48       48
+relax, f in bfloat16            8+2           8+2      -     -      5      0                       48       32       40       40       40       40       40       40       40       56       56       48       48       48       48
+relax, gamma                    8+4+4         8+4      -     -      8      0                       64       40       48       48       40       40       40       40       40       64       64       64       64       64       64
+relax, small                    8+4           8+4      -     -      5      0                       24       24       24       24       24       32       24       24       24       16       16       16       16       16       16
+relax_norms                     8+4           8+4      8+8   -      10     0                       64       48       48       48       48       48       48       56       56       72       72       72       72       72       72
+invert                          8+4           8+4      -     -      7/15   2/5                     48       48       48       48       48       40       48       48       48       48       48       48       48       48       48
+invert_adjoint                  8+4+4+4       8+4+4    -     -      7/15   2/5                     48       40       40       40       40       48       48       48       48       48       48       48       56       56       56
+invert_adjoint, f in float64    8+8+8+8       8+8+8    -     -      8/16   2/5                     40       48       48       48       48       48       48       48       48       64       64       64       64       64       64
+invert_adjoint, f in bfloat16   8+2+4+2       8+2+4    -     -      7/15   2/5                     48       48       48       48       48       48       48       48       48       64       64       48       64       64       64
+invert_adjoint, gamma           8+4+4+4+4+4   8+4+4    -     -      10/18  2/5                     48       48       48       48       48       48       48       48       48       56       56       56       64       64       64
+invert_adjoint, small           8+4+4+4       8+4+4    -     -      7/15   2/5                     40       40       40       40       40       40       40       40       40       32       32       32       32       32       32
+invert_adjoint, seed            8+4+4+4       8+4+4+2  -     -      7/15   2/5                     48       48       48       48       48       48       48       48       48       56       56       56       64       64       64
+invert_compare                  8+4+4+4+4     4        4     -      10/18  7/10                    64       56       56       56       56       64       64       64       64       64       64       64       56       56       56
+exact encode                    4             8        -     4      0      0                       32       24       24       24       24       24       24       24       24       40       40       40       32       32       32
+exact decode                    8             4        -     -      0      0                       24       24       24       24       24       24       24       24       24       24       24       24       16       16       16
+exact relax                     8+4           8+4      -     4      0      0                       48       40       48       48       48       48       48       40       40       56       56       56       56       56       56
+exact relax, spill              8+4           8+4+4    -     4      0      0                       40       40       40       40       40       40       40       40       40       48       56       56       48       48       48
+exact relax, gamma              8+4+4         8+4      -     4      0      0                       48       40       48       48       48       48       48       40       40       48       48       48       56       56       56
+exact relax, small              8+4           8+4      -     4      0      0                       32       32       32       32       32       32       32       32       32       32       32       32       32       32       32
+exact relax_norms               8+4           8+4      4+4   4      0      0                       72       56       56       56       64       56       56       72       72       88       88       88       96       96       96
+exact invert                    8+4           8+4      -     -      0      0                       40       32       40       40       32       40       40       40       40       40       40       40       40       40       40
+exact invert_adjoint            8+4+4+4       8+4+4    -     -      0      0                       48       32       40       40       40       40       40       40       40       48       48       48       56       56       56
+exact invert_adjoint, spill     8+4+4+4+4     8+4+4    -     -      0      0                       48       32       40       40       40       40       40       40       40       40       40       40       56       56       56
+exact invert_adjoint, gamma     8+4+4+4+4+4   8+4+4    -     -      0      0                       56       40       40       40       40       48       48       40       40       48       48       48       64       56       56
+exact invert_adjoint, small     8+4+4+4       8+4+4    -     -      0      0                       32       32       40       40       32       32       32       40       40       24       24       24       32       32       32
+exact invert_adjoint, seed      8+4+4+4       8+4+4+2  -     -      0      0                       56       40       40       40       40       40       40       40       40       48       48       48       56       56       56
+exact invert_compare            8+4+4+4+4     4        4     -      0      5                       56       48       48       48       48       48       48       48       48       64       64       64       64       64       64
 """  # noqa: E501
 
 FEW, MANY = launch.SMALL - 1, launch.SMALL  # elements: nothing else of their number is compiled for
@@ -107,6 +109,8 @@ def exact_state(
     getattr(bound, operation)(*arguments(operation, torch.float32, radix, n, seed))
 
 
+RADIX = Radix.nearest(0.8, 24)
+
 LAUNCHES: dict[str, Callable[[], None]] = {
     "relax": functools.partial(float64_state, "relax"),
     "relax, f in float64": functools.partial(float64_state, "relax", torch.float64),
@@ -122,6 +126,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "invert_adjoint, small": functools.partial(float64_state, "invert_adjoint", n=FEW),
     "invert_adjoint, seed": functools.partial(float64_state, "invert_adjoint", seed=zeros(torch.bfloat16)),
     "invert_compare": functools.partial(float64_state, "invert_compare"),
+    "exact encode": lambda: backends.gpu_exact.HalfStep.encoded(*[zeros(torch.float32)] * 2, RADIX),
+    "exact decode": lambda: backends.gpu_exact.HalfStep.decoded(zeros(torch.int64), torch.float32, RADIX),
     "exact relax": functools.partial(exact_state, "relax"),
     "exact relax, spill": functools.partial(exact_state, "relax", spill=True),
     "exact relax, gamma": functools.partial(exact_state, "relax", gamma=1.3),
@@ -164,8 +170,20 @@ class Budget:
         return (backends.gpu.INVERT_BLOCK if "invert" in self.kernel else backends.gpu.RELAX_BLOCK) // half_step.LANES
 
     def rows_in(self, found: Statistics) -> int:
-        """As many as there are 16-byte loads for. Of a loop, those that the compiler has unrolled."""
-        return found.accesses["load", 16] // sum(size == 8 for size in self.reads)
+        """As many as there are 16-byte accesses for. Of a loop, those that the compiler has unrolled."""
+        return self._rows(found.accesses)
+
+    def _rows(self, accesses: Counter) -> int:
+        kind, sizes = ("load", self.reads) if 8 in self.reads else ("store", self.writes)
+        return accesses[kind, 16] // sum(size == 8 for size in sizes)
+
+    def passes(self, kernel: Any) -> int:
+        """How often a thread goes through the loop for all rows, of which some may be before it."""
+
+        def rows(passes: int) -> int:
+            return self._rows(Counter(it.access for it in executed(kernel, passes)))
+
+        return 1 if rows(1) == self.rows else 1 + (self.rows - rows(1)) // (rows(2) - rows(1))
 
     @property
     def bytes_read(self) -> float:

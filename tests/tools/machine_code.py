@@ -129,7 +129,8 @@ def successors(index, places, code):
 
 def full_block(places, code):
     """The places of the instructions that a thread executes in a full block: the cheapest way, by accesses and then by
-    length."""
+    length. Wide are its loads, or, of a kernel that reads short numbers alone, its stores."""
+    widest = ("load" if any(it.access == ("load", 16) for it in code) else "store"), 16
     queue, done = [((0, 0), 0, False, None)], set()
     while queue:
         cost, index, wide, way = heapq.heappop(queue)
@@ -141,11 +142,11 @@ def full_block(places, code):
             continue
         done.add((index, wide))
         access = code[index].access
-        wide = wide or access == ("load", 16)
+        wide = wide or access == widest
         cost = (cost[0] + (access is not None), cost[1] + 1)
         for following in successors(index, places, code):
             heapq.heappush(queue, (cost, following, wide, (index, way)))
-    raise AssertionError("no way through the kernel makes a 16-byte load")
+    raise AssertionError("no way through the kernel makes a 16-byte access")
 
 
 def _unrolled(way):
