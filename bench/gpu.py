@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--durations=20"]
-ON_THE_GPU = ["tests/kernels/test_kernels.py", "tests/kernels/test_operators.py", "tests/solver", "-k", "not fakegpu"]
+ON_THE_GPU = ["tests/kernels/test_kernels.py", "tests/kernels/test_backends.py", "tests/solver", "-k", "not fakegpu"]
 """Tests that use a GPU where there is one. The others would tell nothing new."""
 
 

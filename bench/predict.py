@@ -91,13 +91,12 @@ class Work:
 @functools.cache
 def work(kernel, target):
     from budgets import BUDGETS, LAUNCHES
-    from machine_code import executed, statistics
+    from machine_code import executed
 
     with gpu_targets.compiling(gpu_targets.TARGETS[target]) as compiled:
         LAUNCHES[kernel]()
     budget = BUDGETS[kernel]
-    passes = budget.rows // budget.rows_in(statistics(compiled[0]))
-    way = executed(compiled[0], passes)
+    way = executed(compiled[0], budget.passes(compiled[0]))
     if target.startswith("gfx"):  # scalar instructions have units of their own
         way = [it for it in way if not it.opcode.startswith("s_")]
     counts = [

@@ -15,20 +15,9 @@ The backend follows the tensors (backends.py); `REVDEQ_BACKEND=triton|cpu|refere
 if __name__ == "revdeq.kernels":
     from .backends import backend, half_step_for
     from .half_step import Coefficients
-    from .operators import invert, invert_adjoint, invert_compare, relax, relax_norms
     from .radix import Radix
 
-    __all__ = [
-        "Coefficients",
-        "Radix",
-        "backend",
-        "half_step_for",
-        "invert",
-        "invert_adjoint",
-        "invert_compare",
-        "relax",
-        "relax_norms",
-    ]
+    __all__ = ["Coefficients", "Radix", "backend", "half_step_for"]
 else:
     # In the checkout's own folder this one hides what others mean by `import kernels`: Hugging Face's package of that
     # name, which transformers looks for. They get it from further down the path, or an empty one.

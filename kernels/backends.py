@@ -15,9 +15,9 @@ import torch
 from . import cpu, cpu_exact, reference, reference_exact
 
 try:
-    from . import gpu, gpu_exact, launch
+    from . import gpu, gpu_exact
 except ImportError:  # Triton exists on Linux only
-    gpu = gpu_exact = launch = None  # type: ignore[assignment]
+    gpu = gpu_exact = None  # type: ignore[assignment]
 
 
 class Trouble(NamedTuple):
@@ -183,12 +183,6 @@ def backend_for(device: torch.device, state: str = "float64") -> Backend:
         others = ", ".join(repr(b.name) for b in BACKENDS.values() if state in b.states)
         raise RuntimeError(f"backend {name!r} is forced, but it has no {state} state: use {others}")
     return BACKENDS[name]
-
-
-def together(leaves: int) -> contextlib.AbstractContextManager[None]:
-    """Around the same half-step of so many tensors, none of which needs what another one writes. Where more than two
-    would take a launch each, they take one at the end; what one of them returns is not there before."""
-    return launch.together() if leaves > 2 and launch is not None else contextlib.nullcontext()
 
 
 def _meant_for(device: torch.device, state: str) -> list[Backend]:

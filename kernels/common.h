@@ -114,26 +114,42 @@ INLINE void update_adjoint(void *adjoint, const void *vjp, const void *other, in
     }
 }
 
+/* What `seed` receives of the adjoint, in its own dtype. */
+INLINE void seed_loop(const void *adjoint, void *seed, int64_t n, enum dtype type, enum dtype seed_type) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++)
+        store(seed, i, seed_type, load(adjoint, i, type));
+}
+
+CLONES static void store_seed(const void *adjoint, int copy_type, void *seed, int seed_type, int64_t from, int64_t n) {
+    CONSTANT(S, seed_type,
+        if (copy_type == F64)
+            seed_loop(at(adjoint, from, F64), at(seed, from, S), n, F64, S);
+        else
+            seed_loop(at(adjoint, from, F32), at(seed, from, S), n, F32, S);
+    )
+}
+
 /* The bits of |error| / max(|value|, floor), which are ordered like the numbers, with NaN above them all. */
 INLINE int32_t ratio_bits(float error, float value, float floor) {
     uint32_t size = bits_of(value) & 0x7FFFFFFFu, least = bits_of(floor);
     return (int32_t)(bits_of(error / float_of(size > least ? size : least)) & 0x7FFFFFFFu);
 }
 
-/* Calls CALL for every chunk [from, from + n) of the h->n elements. A parallel region with one thread would
+/* Runs its last argument for every chunk [from, from + n) of the h->n elements. A parallel region with one thread would
  * still cost 0.7 us, as much as 2,000 elements. */
-#define FOR_EACH_CHUNK(threads, CALL)                                                \
+#define FOR_EACH_CHUNK(threads, ...)                                                 \
     const int64_t chunks = (h->n + CHUNK - 1) / CHUNK;                               \
     int64_t chunk;                                                                   \
     if (threads < 2 || h->n < SERIAL)                                                \
-        for (chunk = 0; chunk < chunks; chunk++) ONE_CHUNK(CALL)                     \
+        for (chunk = 0; chunk < chunks; chunk++) ONE_CHUNK(__VA_ARGS__)              \
     else {                                                                           \
         _Pragma("omp parallel for schedule(static) num_threads(threads)")            \
-        for (chunk = 0; chunk < chunks; chunk++) ONE_CHUNK(CALL)                     \
+        for (chunk = 0; chunk < chunks; chunk++) ONE_CHUNK(__VA_ARGS__)              \
     }
 
-#define ONE_CHUNK(CALL)                                                              \
+#define ONE_CHUNK(...)                                                               \
     {                                                                                \
         const int64_t from = chunk * CHUNK, n = h->n - from < CHUNK ? h->n - from : CHUNK; \
-        CALL;                                                                        \
+        __VA_ARGS__;                                                                 \
     }

@@ -158,15 +158,22 @@ API void revdeq_relax_norms(const half_step *h, const void *f, int f_type, int t
                                               partial + (chunks + chunk) * LANES))
 }
 
-/* adjoint, vjp and other may be NULL: then only the state is inverted */
+/* adjoint, vjp and other may be NULL: then only the state is inverted; seed may be, too */
 API void revdeq_invert(const half_step *h, const void *f, int f_type, int threads, void *adjoint, const void *vjp,
-                       const void *other) {
-    FOR_EACH_CHUNK(threads, invert_chunk(h, f, f_type, from, n, adjoint, vjp, other))
+                       const void *other, void *seed, int seed_type) {
+    FOR_EACH_CHUNK(threads,
+                   invert_chunk(h, f, f_type, from, n, adjoint, vjp, other);
+                   if (seed)
+                       store_seed(adjoint, h->copy_type, seed, seed_type, from, n))
 }
 
 /* worst: [chunks][LANES], the largest errors relative to the state or to the floor */
 API void revdeq_invert_compare(const half_step *h, const void *f, int f_type, int threads, const void *initial,
-                               const float *floor, void *adjoint, const void *vjp, const void *other, int32_t *worst) {
-    FOR_EACH_CHUNK(threads, invert_compare_chunk(h, f, f_type, from, n, initial, *floor, adjoint, vjp, other,
-                                                 worst + chunk * LANES))
+                               const float *floor, void *adjoint, const void *vjp, const void *other, int32_t *worst,
+                               void *seed, int seed_type) {
+    FOR_EACH_CHUNK(threads,
+                   invert_compare_chunk(h, f, f_type, from, n, initial, *floor, adjoint, vjp, other,
+                                        worst + chunk * LANES);
+                   if (seed)
+                       store_seed(adjoint, h->copy_type, seed, seed_type, from, n))
 }

@@ -16,7 +16,8 @@ CODE = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 OPERATIONS = {"relax": 1, "relax_norms": 2, "invert": 3, "invert_compare": 6}
 EXACT_OPERATIONS = {"relax": 2, "relax_norms": 3, "invert": 4, "invert_compare": 6}
-"""How many pointers each takes beside the bound half-step, f, its dtype and the number of threads."""
+"""How many pointers each takes beside the bound half-step, f, its dtype and the number of threads, and, if it inverts,
+the seed and its dtype."""
 
 
 class Packed(ctypes.Structure):  # coefficients of common.h
@@ -40,7 +41,8 @@ def load(path: str) -> Any:
     for prefix, operations in (("revdeq_", OPERATIONS), ("revdeq_exact_", EXACT_OPERATIONS)):
         for name, pointers in operations.items():
             function = getattr(library, prefix + name)
-            function.argtypes = [c_void_p, c_void_p, c_int, c_int, *[c_void_p] * pointers]
+            seed = [c_void_p, c_int] if name.startswith("invert") else []
+            function.argtypes = [c_void_p, c_void_p, c_int, c_int, *[c_void_p] * pointers, *seed]
             function.restype = c_int if prefix == "revdeq_exact_" and name.startswith("relax") else None
     found = c_int32.in_dll(library, "revdeq_lanes").value, c_int32.in_dll(library, "revdeq_rows").value
     if found != (LANES, ROWS):
@@ -76,27 +78,38 @@ def address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-class HalfStep(half_step.HalfStep):
+def typed(x: Tensor | None) -> tuple[int | None, int]:
+    """Its address and its dtype."""
+    return (None, 0) if x is None else (x.data_ptr(), CODE[x.dtype])
+
+
+class InC(half_step.HalfStep):
+    """What the half-steps of both states have of a structure that C reads."""
+
+    _bound: Any
+    _adjoint_step: Linear | None = None
+
+    def write_to(self, copy: Tensor) -> None:
+        super().write_to(copy)
+        self._bound.copy = copy.data_ptr()
+
+    def _take_adjoint(self, step: Linear) -> None:
+        if step is not self._adjoint_step:
+            self._adjoint_step, self._bound.adjoint = step, Packed(step.a, step.b, step.c)
+
+
+class HalfStep(InC):
     def __init__(self, state: Tensor, copy: Tensor) -> None:
         super().__init__(state, copy)
         self._bound = Bound(state.data_ptr(), copy.data_ptr(), state.numel(), Packed(), Packed(), CODE[copy.dtype])
         self._address = ctypes.addressof(self._bound)
         self._step: Coefficients | None = None
-        self._adjoint_step: Linear | None = None
         # Looked up here and not in every call: at 4,096 elements a call takes 2.5 us, half of it overhead.
         self._relax = library.revdeq_relax
-
-    def write_to(self, copy: Tensor) -> None:
-        self.copy = copy
-        self._bound.copy = copy.data_ptr()
 
     def _take(self, step: Coefficients) -> None:
         if step is not self._step:
             self._step, self._bound.step = step, Packed(step.a, step.b, step.c)
-
-    def _take_adjoint(self, step: Linear) -> None:
-        if step is not self._adjoint_step:
-            self._adjoint_step, self._bound.adjoint = step, Packed(step.a, step.b, step.c)
 
     def relax(self, f: Tensor, read: Tensor | None, step: Coefficients) -> None:
         if step is not self._step:
@@ -115,18 +128,23 @@ class HalfStep(half_step.HalfStep):
     def invert(self, f: Tensor, step: Coefficients) -> None:
         self._take(step)
         f = self.in_order(f)
-        library.revdeq_invert(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), None, None, None)
+        library.revdeq_invert(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), None, None, None, None, 0)
 
     def invert_adjoint(
-        self, f: Tensor, adjoint: Tensor, vjp: Tensor, other: Tensor | None, step: Coefficients, adjoint_step: Linear
+        self,
+        f: Tensor,
+        adjoint: Tensor,
+        vjp: Tensor,
+        other: Tensor | None,
+        step: Coefficients,
+        adjoint_step: Linear,
+        seed: Tensor | None = None,
     ) -> None:
         self._take(step)
         self._take_adjoint(adjoint_step)
         f, vjp = self.in_order(f), self.in_order(vjp)
-        seed = address(other) if adjoint_step.c else None
-        library.revdeq_invert(
-            self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), adjoint.data_ptr(), vjp.data_ptr(), seed
-        )
+        adjoints = adjoint.data_ptr(), vjp.data_ptr(), address(other) if adjoint_step.c else None
+        library.revdeq_invert(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *adjoints, *typed(seed))
 
     def invert_compare(
         self,
@@ -138,11 +156,14 @@ class HalfStep(half_step.HalfStep):
         other: Tensor | None,
         step: Coefficients,
         adjoint_step: Linear,
+        seed: Tensor | None = None,
     ) -> Tensor:
         self._take(step)
         self._take_adjoint(adjoint_step)
         f, initial, vjp = self.in_order(f), self.in_order(initial), self.in_order_or_none(vjp)
         worst = self.partial_maxima()
         tensors = map(address, (initial, floor, adjoint, vjp, other if adjoint_step.c else None, worst))
-        library.revdeq_invert_compare(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *tensors)
+        library.revdeq_invert_compare(
+            self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *tensors, *typed(seed)
+        )
         return worst

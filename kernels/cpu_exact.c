@@ -338,14 +338,20 @@ API int revdeq_exact_relax_norms(const exact_half_step *h, const void *f, int f_
 }
 
 API void revdeq_exact_invert(const exact_half_step *h, const void *f, int f_type, int threads, void *adjoint,
-                             const void *vjp, const void *other, const int32_t *spill) {
-    FOR_EACH_CHUNK(threads, exact_invert_chunk(h, f, f_type, from, n, adjoint, vjp, other, spill))
+                             const void *vjp, const void *other, const int32_t *spill, void *seed, int seed_type) {
+    FOR_EACH_CHUNK(threads,
+                   exact_invert_chunk(h, f, f_type, from, n, adjoint, vjp, other, spill);
+                   if (seed)
+                       store_seed(adjoint, h->copy_type, seed, seed_type, from, n))
 }
 
 /* worst: [chunks][LANES] */
 API void revdeq_exact_invert_compare(const exact_half_step *h, const void *f, int f_type, int threads,
                                      const void *initial, const float *floor, void *adjoint, const void *vjp,
-                                     const void *other, int32_t *worst) {
-    FOR_EACH_CHUNK(threads, exact_compare_chunk(h, f, f_type, from, n, initial, *floor, adjoint, vjp, other,
-                                                worst + chunk * LANES))
+                                     const void *other, int32_t *worst, void *seed, int seed_type) {
+    FOR_EACH_CHUNK(threads,
+                   exact_compare_chunk(h, f, f_type, from, n, initial, *floor, adjoint, vjp, other,
+                                       worst + chunk * LANES);
+                   if (seed)
+                       store_seed(adjoint, h->copy_type, seed, seed_type, from, n))
 }

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, get_num_threads
 
 from . import cpu, reference_exact
-from .cpu import CODE, Packed, address
+from .cpu import CODE, Packed, address, typed
 from .half_step import Linear
 from .radix import Radix
 
@@ -24,7 +24,7 @@ class Bound(ctypes.Structure):  # exact_half_step of cpu_exact.c
     ]
 
 
-class HalfStep(reference_exact.HalfStep):
+class HalfStep(cpu.InC, reference_exact.HalfStep):
     def __init__(
         self, state: Tensor, copy: Tensor, steps: Sequence[Radix], spilled: list[Tensor] | None = None
     ) -> None:
@@ -32,23 +32,14 @@ class HalfStep(reference_exact.HalfStep):
         self._bound = Bound(state.data_ptr(), copy.data_ptr(), state.numel(), copy_type=CODE[copy.dtype])
         self._address = ctypes.addressof(self._bound)
         self._step: Radix | None = None
-        self._adjoint_step: Linear | None = None
 
-    def write_to(self, copy: Tensor) -> None:
-        self.copy = copy
-        self._bound.copy = copy.data_ptr()
-
-    def _call(self, name: str, step: Radix, f: Tensor, *tensors: Tensor | None) -> Any:
+    def _call(self, name: str, step: Radix, f: Tensor, *tensors: Tensor | None, seed: tuple[Any, ...] = ()) -> Any:
         if step is not self._step:
             self._step = step
             for field in ("gamma", "sign", "p", "d", "fraction_bits"):
                 setattr(self._bound, field, getattr(step, field))
         function = getattr(cpu.library, f"revdeq_exact_{name}")
-        return function(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *map(address, tensors))
-
-    def _take_adjoint(self, step: Linear) -> None:
-        if step is not self._adjoint_step:
-            self._adjoint_step, self._bound.adjoint = step, Packed(step.a, step.b, step.c)
+        return function(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *map(address, tensors), *seed)
 
     def _read(self, read: Tensor | None, step: Radix) -> Tensor | None:
         return self.in_order_or_none(read) if step.gamma != 1 else None
@@ -73,10 +64,11 @@ class HalfStep(reference_exact.HalfStep):
         spill: Tensor | None,
         step: Radix,
         adjoint_step: Linear,
+        seed: Tensor | None,
     ) -> None:
         self._take_adjoint(adjoint_step)
         vjp, other = self.in_order_or_none(vjp), other if adjoint_step.c else None
-        self._call("invert", step, self.in_order(f), adjoint, vjp, other, spill)
+        self._call("invert", step, self.in_order(f), adjoint, vjp, other, spill, seed=typed(seed))
 
     def invert_compare(
         self,
@@ -88,9 +80,11 @@ class HalfStep(reference_exact.HalfStep):
         other: Tensor | None,
         step: Radix,
         adjoint_step: Linear,
+        seed: Tensor | None = None,
     ) -> Tensor:
         self._take_adjoint(adjoint_step)
         initial, worst = self.in_order(initial), self.partial_maxima()
         vjp, other = self.in_order_or_none(vjp), other if adjoint_step.c else None
-        self._call("invert_compare", step, self.in_order(f), initial, floor, adjoint, vjp, other, worst)
+        tensors = initial, floor, adjoint, vjp, other, worst
+        self._call("invert_compare", step, self.in_order(f), *tensors, seed=typed(seed))
         return worst

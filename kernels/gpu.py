@@ -3,11 +3,8 @@
 A program takes a block of elements, two neighbours per thread: 16-byte accesses for float64 and 8-byte ones for
 float32, in one layout, so nothing passes through shared memory. It loads all of them before it stores any: the
 compiler cannot know that stores do not change what is loaded after them. Where sums or maxima are taken, a program
-goes through a chunk of ROWS such blocks of LANES elements in a loop. Only the last program is masked; a mask would
-make every access scalar.
-
-Of each kernel there is a second one for the leaves of a state, which takes a tuple in place of a tensor: each leaf has
-programs of its own, one after the other, and a program chooses its leaf's pointers and does what it would do there.
+goes through a chunk of ROWS such blocks of LANES elements, a few of them at a time. Only the last program is masked; a
+mask would make every access scalar.
 
 Coefficients are arguments, so that no value of theirs is compiled for. They travel as their bits, in integers: a
 Python float would arrive as float32.
@@ -21,13 +18,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._device import is_capturing
 from . import half_step
 from .half_step import LANES, Coefficients, Linear
-from .launch import Kernel, _on, is_capturing, launch_blocks, launch_chunks
+from .launch import _on, launch_blocks, launch_chunks
 
 THREADS = LANES // 2
 RELAX_BLOCK, INVERT_BLOCK = 1024, 512
 """As many elements as keep to 32 registers or so, with which a multiprocessor is full of threads."""
+RELAXED: tl.constexpr = tl.constexpr(4)
+COMPARED: tl.constexpr = tl.constexpr(2)
+"""As many rows of a chunk are loaded before any is stored: 96 bytes of a thread."""
 
 
 @triton.jit
@@ -37,27 +38,12 @@ def _offsets(BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _of(leaves, first, program):
-    """Of a tuple with an entry for each leaf, that of a program's: the last leaf that begins with it, or before."""
-    if leaves is None:
-        return None
+def _load(p_x, m_x):
+    """What is masked is 0, and adds nothing to a sum or a maximum."""
+    if m_x is None:
+        return tl.load(p_x)
     else:  # noqa: RET505
-        chosen = leaves[0]
-        for i in tl.static_range(1, len(first)):
-            chosen = tl.where(program >= _plain(first[i]), leaves[i], chosen)
-        return chosen
-
-
-@triton.jit
-def _plain(odd):
-    """See `launch.odd`."""
-    return (odd >> 1) - 1
-
-
-@triton.jit
-def _or_zero(b_x, m_x):
-    """What is masked adds nothing to a sum or a maximum."""
-    return b_x if m_x is None else tl.where(m_x, b_x, 0)
+        return tl.load(p_x, mask=m_x, other=0)
 
 
 @triton.jit
@@ -66,129 +52,102 @@ def _number(bits, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _store_copy(p_copy, b_state, m_x):
-    if p_copy.dtype.element_ty == tl.float64:
-        tl.store(p_copy, b_state, mask=m_x)
+def _store_rounded(p_x, b_x, m_x):
+    """float64 reaches bfloat16 and float16 by way of float32."""
+    if p_x.dtype.element_ty == tl.float64:
+        tl.store(p_x, b_x, mask=m_x)
     else:
-        tl.store(p_copy, b_state.to(tl.float32).to(p_copy.dtype.element_ty), mask=m_x)
+        tl.store(p_x, b_x.to(tl.float32).to(p_x.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
-def _moved_by(b_f, b_read, b, c):
+def _moved_by(p_f, p_read, o_x, m_x, b, c):
     """b f + c z, where z is what f read; without it, b f."""
-    b_moved = _number(b, tl.float64) * b_f.to(tl.float64)
-    if b_read is not None:
-        b_moved += _number(c, tl.float64) * b_read.to(tl.float64)
+    b_moved = _number(b, tl.float64) * _load(p_f + o_x, m_x).to(tl.float64)
+    if p_read is not None:
+        b_moved += _number(c, tl.float64) * _load(p_read + o_x, m_x).to(tl.float64)
     return b_moved
 
 
 @triton.jit
-def _relax_block(p_state, p_f, p_read, p_copy, o_x, m_x, a, b, c):
+def _relaxed(p_state, p_f, p_read, o_x, m_x, a, b, c):
     """The old state and the new one."""
-    b_state = tl.load(p_state + o_x, mask=m_x)
-    b_f = tl.load(p_f + o_x, mask=m_x)
-    b_read = None if p_read is None else tl.load(p_read + o_x, mask=m_x)
-    b_next = _number(a, tl.float64) * b_state + _moved_by(b_f, b_read, b, c)
-    tl.store(p_state + o_x, b_next, mask=m_x)
-    _store_copy(p_copy + o_x, b_next, m_x)
-    return b_state, b_next
+    b_state = _load(p_state + o_x, m_x)
+    return b_state, _number(a, tl.float64) * b_state + _moved_by(p_f, p_read, o_x, m_x, b, c)
 
 
 @triton.jit
-def _relax(p_state, p_f, p_read, p_copy, n, block, a, b, c, BLOCK: tl.constexpr):
-    start = block.to(tl.int64) * BLOCK
-    p_state += start
-    p_f += start
-    p_copy += start
-    if p_read is not None:
-        p_read += start
-    o_x = _offsets(BLOCK)
-    if start + BLOCK <= n:
-        _relax_block(p_state, p_f, p_read, p_copy, o_x, None, a, b, c)
-    else:
-        _relax_block(p_state, p_f, p_read, p_copy, o_x, o_x < n - start, a, b, c)
+def _relax(p_state, p_f, p_read, p_copy, o_x, m_x, a, b, c):
+    _, b_next = _relaxed(p_state, p_f, p_read, o_x, m_x, a, b, c)
+    tl.store(p_state + o_x, b_next, mask=m_x)
+    _store_rounded(p_copy + o_x, b_next, m_x)
 
 
 @triton.jit(do_not_specialize=["n", "a", "b", "c"])
 def _relax_kernel(p_state, p_f, p_read, p_copy, n, a, b, c, BLOCK: tl.constexpr):
-    _relax(p_state, p_f, p_read, p_copy, n, tl.program_id(0), a, b, c, BLOCK)
-
-
-@triton.jit(do_not_specialize=["n", "first", "a", "b", "c"])
-def _relax_leaves_kernel(p_state, p_f, p_read, p_copy, n, first, a, b, c, BLOCK: tl.constexpr):
-    at = tl.program_id(0)
-    _relax(
-        _of(p_state, first, at), _of(p_f, first, at), _of(p_read, first, at), _of(p_copy, first, at),
-        _plain(_of(n, first, at)), at - _plain(_of(first, first, at)), a, b, c, BLOCK,
-    )  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    o_x = first + _offsets(BLOCK)
+    if first + BLOCK <= n:
+        _relax(p_state, p_f, p_read, p_copy, o_x, None, a, b, c)
+    else:
+        _relax(p_state, p_f, p_read, p_copy, o_x, o_x < n, a, b, c)
 
 
 @triton.jit
-def _rows_left(left, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Those of a chunk that have an element. In the last chunk their number is not known to the compiler, which would
-    take many registers to unroll masked rows."""
-    return ROWS if left is None else ((left + (LANES - 1)) // LANES).to(tl.int32)
+def _groups(left, GROUP: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Of a chunk's rows, those with an element. In the last chunk their number is not known to the compiler, which
+    would take many registers to unroll masked rows."""
+    return ROWS // GROUP if left is None else ((left + (GROUP * LANES - 1)) // (GROUP * LANES)).to(tl.int32)
 
 
 @triton.jit
-def _relax_rows(p_state, p_f, p_read, p_copy, left, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """The chunk's squared changes and squared new states, by lanes. `left` is None in a full chunk."""
-    b_change = tl.full((LANES,), 0.0, tl.float64)
-    b_value = tl.full((LANES,), 0.0, tl.float64)
-    for row in tl.range(_rows_left(left, ROWS, LANES)):
-        o_x = row * LANES + _offsets(LANES)
-        m_x = None if left is None else o_x < left
-        b_state, b_next = _relax_block(p_state, p_f, p_read, p_copy, o_x, m_x, a, b, c)
-        b_change += _or_zero((b_next - b_state) * (b_next - b_state), m_x)
-        b_value += _or_zero(b_next * b_next, m_x)
+def _relax_rows(
+    p_state, p_f, p_read, p_copy, o_x, n, b_change, b_value, a, b, c, MORE: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """A row, and MORE of them after it: all are loaded before any is stored. Adds to the squared changes and to the
+    squared new states. `n` is None in a full chunk."""
+    m_x = None if n is None else o_x < n
+    b_state, b_next = _relaxed(p_state, p_f, p_read, o_x, m_x, a, b, c)
+    b_change += (b_next - b_state) * (b_next - b_state)
+    b_value += b_next * b_next
+    if MORE > 0:
+        b_change, b_value = _relax_rows(
+            p_state, p_f, p_read, p_copy, o_x + LANES, n, b_change, b_value, a, b, c, MORE - 1, LANES
+        )
+    tl.store(p_state + o_x, b_next, mask=m_x)
+    _store_rounded(p_copy + o_x, b_next, m_x)
     return b_change, b_value
 
 
 @triton.jit
-def _store_sums(p_partial, chunk, chunks, b_first, b_second, LANES: tl.constexpr):
-    """What two sums leave of a chunk, in memory of shape [2, chunks, LANES]."""
-    p_first = p_partial + chunk * LANES
-    p_second = p_first + chunks.to(tl.int64) * LANES
-    o_lane = _offsets(LANES)
-    tl.store(p_first + o_lane, b_first)
-    tl.store(p_second + o_lane, b_second)
+def _relax_chunk(p_state, p_f, p_read, p_copy, first, n, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr):
+    b_change = tl.full((LANES,), 0.0, tl.float64)
+    b_value = tl.full((LANES,), 0.0, tl.float64)
+    for group in tl.range(_groups(None if n is None else n - first, RELAXED, ROWS, LANES)):
+        o_x = first + group * (RELAXED * LANES) + _offsets(LANES)
+        b_change, b_value = _relax_rows(
+            p_state, p_f, p_read, p_copy, o_x, n, b_change, b_value, a, b, c, RELAXED - 1, LANES
+        )
+    return b_change, b_value
 
 
 @triton.jit
-def _relax_norms(
-    p_state, p_f, p_read, p_copy, p_partial, n, chunk, chunks, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
-    chunk = chunk.to(tl.int64)
-    start = chunk * (ROWS * LANES)
-    p_state += start
-    p_f += start
-    p_copy += start
-    if p_read is not None:
-        p_read += start
-    if start + ROWS * LANES <= n:
-        b_change, b_value = _relax_rows(p_state, p_f, p_read, p_copy, None, a, b, c, ROWS, LANES)
-    else:
-        b_change, b_value = _relax_rows(p_state, p_f, p_read, p_copy, n - start, a, b, c, ROWS, LANES)
-    _store_sums(p_partial, chunk, chunks, b_change, b_value, LANES)
+def _store_sums(p_partial, chunk, b_first, b_second, LANES: tl.constexpr):
+    """What two sums leave of a chunk, in memory of shape [2, chunks, LANES]."""
+    p_first = p_partial + chunk * LANES + _offsets(LANES)
+    tl.store(p_first, b_first)
+    tl.store(p_first + tl.num_programs(0).to(tl.int64) * LANES, b_second)
 
 
 @triton.jit(do_not_specialize=["n", "a", "b", "c"])
 def _relax_norms_kernel(p_state, p_f, p_read, p_copy, p_partial, n, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr):
-    chunk, chunks = tl.program_id(0), tl.num_programs(0)
-    _relax_norms(p_state, p_f, p_read, p_copy, p_partial, n, chunk, chunks, a, b, c, ROWS, LANES)
-
-
-@triton.jit(do_not_specialize=["n", "first", "a", "b", "c"])
-def _relax_norms_leaves_kernel(
-    p_state, p_f, p_read, p_copy, p_partial, n, first, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
-    at = tl.program_id(0)
-    n_leaf = _plain(_of(n, first, at))
-    _relax_norms(
-        _of(p_state, first, at), _of(p_f, first, at), _of(p_read, first, at), _of(p_copy, first, at),
-        _of(p_partial, first, at), n_leaf, at - _plain(_of(first, first, at)), tl.cdiv(n_leaf, ROWS * LANES),
-        a, b, c, ROWS, LANES,
-    )  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    first = chunk * (ROWS * LANES)
+    if first + ROWS * LANES <= n:
+        b_change, b_value = _relax_chunk(p_state, p_f, p_read, p_copy, first, None, a, b, c, ROWS, LANES)
+    else:
+        b_change, b_value = _relax_chunk(p_state, p_f, p_read, p_copy, first, n, a, b, c, ROWS, LANES)
+    _store_sums(p_partial, chunk, b_change, b_value, LANES)
 
 
 DIVIDE: tl.constexpr = tl.constexpr(
@@ -215,9 +174,9 @@ place of 10, of which some GPUs have few."""
 
 
 @triton.jit
-def _previous(b_state, b_f, b_read, a, b, c, inverse, minus_a):
+def _previous(b_state, p_f, p_read, o_x, m_x, a, b, c, inverse, minus_a):
     """With `inverse` and `minus_a`, divides by way of them."""
-    b_scaled = b_state - _moved_by(b_f, b_read, b, c)
+    b_scaled = b_state - _moved_by(p_f, p_read, o_x, m_x, b, c)
     if inverse is None:
         return b_scaled / _number(a, tl.float64)
     else:  # noqa: RET505
@@ -229,87 +188,54 @@ def _previous(b_state, b_f, b_read, a, b, c, inverse, minus_a):
 
 
 @triton.jit
-def _updated(b_adjoint, b_vjp, b_other, a, b, c):
+def _updated(p_adjoint, p_vjp, p_other, o_x, m_x, a, b, c):
     """The adjoint, in its own precision."""
-    b_next = _number(a, b_adjoint.dtype) * b_adjoint + _number(b, b_adjoint.dtype) * b_vjp.to(b_adjoint.dtype)
-    if b_other is not None:
-        b_next += _number(c, b_adjoint.dtype) * b_other
+    b_adjoint = _load(p_adjoint + o_x, m_x)
+    b_vjp = _load(p_vjp + o_x, m_x).to(b_adjoint.dtype)
+    b_next = _number(a, b_adjoint.dtype) * b_adjoint + _number(b, b_adjoint.dtype) * b_vjp
+    if p_other is not None:
+        b_next += _number(c, b_adjoint.dtype) * _load(p_other + o_x, m_x)
     return b_next
 
 
 @triton.jit
-def _invert_block(
-    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, o_x, m_x, a, b, c, inverse, minus_a,
-    adjoint_a, adjoint_b, adjoint_c,
-):  # fmt: skip
-    b_state = tl.load(p_state + o_x, mask=m_x)
-    b_f = tl.load(p_f + o_x, mask=m_x)
-    b_read = None if p_read is None else tl.load(p_read + o_x, mask=m_x)
-    if p_adjoint is not None:
-        b_adjoint = tl.load(p_adjoint + o_x, mask=m_x)
-        b_vjp = tl.load(p_vjp + o_x, mask=m_x)
-        b_other = None if p_other is None else tl.load(p_other + o_x, mask=m_x)
-        tl.store(p_adjoint + o_x, _updated(b_adjoint, b_vjp, b_other, adjoint_a, adjoint_b, adjoint_c), mask=m_x)
-    b_previous = _previous(b_state, b_f, b_read, a, b, c, inverse, minus_a)
-    tl.store(p_state + o_x, b_previous, mask=m_x)
-    _store_copy(p_copy + o_x, b_previous, m_x)
+def _store_adjoint(p_adjoint, p_seed, b_next, o_x, m_x):
+    tl.store(p_adjoint + o_x, b_next, mask=m_x)
+    if p_seed is not None:
+        _store_rounded(p_seed + o_x, b_next, m_x)
 
 
 @triton.jit
 def _invert(
-    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, n, block, a, b, c, inverse, minus_a,
-    adjoint_a, adjoint_b, adjoint_c, BLOCK: tl.constexpr,
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_seed, o_x, m_x,
+    a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c,
 ):  # fmt: skip
     """p_read, if it is not None, is p_copy."""
-    start = block.to(tl.int64) * BLOCK
-    p_state += start
-    p_f += start
-    p_copy += start
-    if p_read is not None:
-        p_read += start
+    b_previous = _previous(_load(p_state + o_x, m_x), p_f, p_read, o_x, m_x, a, b, c, inverse, minus_a)
     if p_adjoint is not None:
-        p_adjoint += start
-        p_vjp += start
-    if p_other is not None:
-        p_other += start
-    o_x = _offsets(BLOCK)
-    if start + BLOCK <= n:
-        _invert_block(
-            p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, o_x, None,
-            a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c,
-        )  # fmt: skip
-    else:
-        _invert_block(
-            p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, o_x, o_x < n - start,
-            a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c,
-        )  # fmt: skip
+        b_next = _updated(p_adjoint, p_vjp, p_other, o_x, m_x, adjoint_a, adjoint_b, adjoint_c)
+        _store_adjoint(p_adjoint, p_seed, b_next, o_x, m_x)
+    tl.store(p_state + o_x, b_previous, mask=m_x)
+    _store_rounded(p_copy + o_x, b_previous, m_x)
 
 
 @triton.jit(do_not_specialize=["n", "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c"])
 def _invert_kernel(
-    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, n, a, b, c, inverse, minus_a,
-    adjoint_a, adjoint_b, adjoint_c, BLOCK: tl.constexpr,
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_seed, n,
+    a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    _invert(
-        p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, n, tl.program_id(0),
-        a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, BLOCK,
-    )  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=["n", "first", "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c"]
-)
-def _invert_leaves_kernel(
-    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, n, first, a, b, c, inverse, minus_a,
-    adjoint_a, adjoint_b, adjoint_c, BLOCK: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0)
-    _invert(
-        _of(p_state, first, at), _of(p_f, first, at), _of(p_read, first, at), _of(p_copy, first, at),
-        _of(p_adjoint, first, at), _of(p_vjp, first, at), _of(p_other, first, at),
-        _plain(_of(n, first, at)), at - _plain(_of(first, first, at)),
-        a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, BLOCK,
-    )  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    o_x = first + _offsets(BLOCK)
+    if first + BLOCK <= n:
+        _invert(
+            p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_seed, o_x, None,
+            a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c,
+        )  # fmt: skip
+    else:
+        _invert(
+            p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_seed, o_x, o_x < n,
+            a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -326,90 +252,61 @@ def _ratio_bits(b_error, b_value, floor):
 
 @triton.jit
 def _compare_rows(
-    p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, left, floor,
-    a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS: tl.constexpr, LANES: tl.constexpr,
+    p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, p_seed, o_x, n, b_worst, floor,
+    a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, MORE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The chunk's largest relative error, by lanes, as bits."""
-    b_worst = tl.full((LANES,), 0, tl.int32)
-    for row in tl.range(_rows_left(left, ROWS, LANES)):
-        o_x = row * LANES + _offsets(LANES)
-        m_x = None if left is None else o_x < left
-        b_state = tl.load(p_state + o_x, mask=m_x)
-        b_f = tl.load(p_f + o_x, mask=m_x)
-        b_initial = tl.load(p_initial + o_x, mask=m_x).to(tl.float64)
-        b_read = None if p_read is None else tl.load(p_read + o_x, mask=m_x)
-        if p_adjoint is not None:
-            b_adjoint = tl.load(p_adjoint + o_x, mask=m_x)
-            b_vjp = tl.load(p_vjp + o_x, mask=m_x)
-            b_other = None if p_other is None else tl.load(p_other + o_x, mask=m_x)
-            tl.store(p_adjoint + o_x, _updated(b_adjoint, b_vjp, b_other, adjoint_a, adjoint_b, adjoint_c), mask=m_x)
-        b_error = _previous(b_state, b_f, b_read, a, b, c, inverse, minus_a) - b_initial
-        b_worst = tl.maximum(b_worst, _or_zero(_ratio_bits(b_error, b_state, floor), m_x))
+    """The largest relative error so far, by lanes, as bits. See `_relax_rows`."""
+    m_x = None if n is None else o_x < n
+    b_state = _load(p_state + o_x, m_x)
+    b_initial = _load(p_initial + o_x, m_x).to(tl.float64)
+    b_error = _previous(b_state, p_f, p_read, o_x, m_x, a, b, c, inverse, minus_a) - b_initial
+    b_worst = tl.maximum(b_worst, _ratio_bits(b_error, b_state, floor))
+    if p_adjoint is not None:
+        b_next = _updated(p_adjoint, p_vjp, p_other, o_x, m_x, adjoint_a, adjoint_b, adjoint_c)
+    if MORE > 0:
+        b_worst = _compare_rows(
+            p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, p_seed, o_x + LANES, n, b_worst, floor,
+            a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, MORE - 1, LANES,
+        )  # fmt: skip
+    if p_adjoint is not None:
+        _store_adjoint(p_adjoint, p_seed, b_next, o_x, m_x)
     return b_worst
 
 
 @triton.jit
-def _compare(
-    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n, chunk,
+def _compare_chunk(
+    p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, p_seed, first, n, floor,
     a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    chunk = chunk.to(tl.int64)
-    start = chunk * (ROWS * LANES)
-    p_state += start
-    p_f += start
-    p_initial += start
-    if p_read is not None:
-        p_read += start
-    if p_adjoint is not None:
-        p_adjoint += start
-        p_vjp += start
-    if p_other is not None:
-        p_other += start
-    floor = tl.load(p_floor)
-    if start + ROWS * LANES <= n:
+    b_worst = tl.full((LANES,), 0, tl.int32)
+    for group in tl.range(_groups(None if n is None else n - first, COMPARED, ROWS, LANES)):
+        o_x = first + group * (COMPARED * LANES) + _offsets(LANES)
         b_worst = _compare_rows(
-            p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, None, floor,
-            a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS, LANES,
+            p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, p_seed, o_x, n, b_worst, floor,
+            a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, COMPARED - 1, LANES,
         )  # fmt: skip
-    else:
-        b_worst = _compare_rows(
-            p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, n - start, floor,
-            a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS, LANES,
-        )  # fmt: skip
-    tl.store(p_worst + chunk * LANES + _offsets(LANES), b_worst)
+    return b_worst
 
 
 @triton.jit(do_not_specialize=["n", "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c"])
 def _compare_kernel(
-    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n,
+    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_seed, p_worst, n,
     a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    _compare(
-        p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n, tl.program_id(0),
-        a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS, LANES,
-    )  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=["n", "first", "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c"]
-)
-def _compare_leaves_kernel(
-    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n, first,
-    a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0)
-    _compare(
-        _of(p_state, first, at), _of(p_f, first, at), _of(p_read, first, at), _of(p_initial, first, at),
-        _of(p_floor, first, at), _of(p_adjoint, first, at), _of(p_vjp, first, at), _of(p_other, first, at),
-        _of(p_worst, first, at), _plain(_of(n, first, at)), at - _plain(_of(first, first, at)),
-        a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS, LANES,
-    )  # fmt: skip
-
-
-RELAX = Kernel(_relax_kernel, _relax_leaves_kernel)
-RELAX_NORMS = Kernel(_relax_norms_kernel, _relax_norms_leaves_kernel)
-INVERT = Kernel(_invert_kernel, _invert_leaves_kernel)
-COMPARE = Kernel(_compare_kernel, _compare_leaves_kernel)
+    chunk = tl.program_id(0).to(tl.int64)
+    first = chunk * (ROWS * LANES)
+    floor = tl.load(p_floor)
+    if first + ROWS * LANES <= n:
+        b_worst = _compare_chunk(
+            p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, p_seed, first, None, floor,
+            a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS, LANES,
+        )  # fmt: skip
+    else:
+        b_worst = _compare_chunk(
+            p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, p_seed, first, n, floor,
+            a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS, LANES,
+        )  # fmt: skip
+    tl.store(p_worst + chunk * LANES + _offsets(LANES), b_worst)
 
 
 def bits_of(number: float, dtype: torch.dtype) -> int:
@@ -455,26 +352,32 @@ class HalfStep(half_step.HalfStep):
 
     def relax(self, f: Tensor, read: Tensor | None, step: Coefficients) -> None:
         tensors = self.state, self.in_order(f), self._read(read, step), self.copy
-        launch_blocks(RELAX, self._warps, RELAX_BLOCK, tensors, self._bits(step))
+        launch_blocks(_relax_kernel, self._warps, RELAX_BLOCK, tensors, self._bits(step))
 
     def relax_norms(self, f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
         partial = self.partial_sums()
         tensors = self.state, self.in_order(f), self._read(read, step), self.copy, partial
-        launch_chunks(RELAX_NORMS, self._warps, tensors, self._bits(step))
+        launch_chunks(_relax_norms_kernel, self._warps, tensors, self._bits(step))
         return partial
 
     def invert(self, f: Tensor, step: Coefficients) -> None:
-        tensors = self.state, self.in_order(f), self._read(self.copy, step), self.copy, None, None, None
-        launch_blocks(INVERT, self._warps, INVERT_BLOCK, tensors, (*self._inversion(step), 0, 0, 0))
+        tensors = self.state, self.in_order(f), self._read(self.copy, step), self.copy, None, None, None, None
+        launch_blocks(_invert_kernel, self._warps, INVERT_BLOCK, tensors, (*self._inversion(step), 0, 0, 0))
 
     def invert_adjoint(
-        self, f: Tensor, adjoint: Tensor, vjp: Tensor, other: Tensor | None, step: Coefficients, adjoint_step: Linear
+        self,
+        f: Tensor,
+        adjoint: Tensor,
+        vjp: Tensor,
+        other: Tensor | None,
+        step: Coefficients,
+        adjoint_step: Linear,
+        seed: Tensor | None = None,
     ) -> None:
-        seed = other if adjoint_step.c else None
         before = self.state, self.in_order(f), self._read(self.copy, step), self.copy
-        tensors = *before, adjoint, self.in_order(vjp), seed
+        tensors = *before, adjoint, self.in_order(vjp), other if adjoint_step.c else None, seed
         numbers = *self._inversion(step), *self._adjoint_bits(adjoint_step)
-        launch_blocks(INVERT, self._warps, INVERT_BLOCK, tensors, numbers)
+        launch_blocks(_invert_kernel, self._warps, INVERT_BLOCK, tensors, numbers)
 
     def invert_compare(
         self,
@@ -486,13 +389,14 @@ class HalfStep(half_step.HalfStep):
         other: Tensor | None,
         step: Coefficients,
         adjoint_step: Linear,
+        seed: Tensor | None = None,
     ) -> Tensor:
         worst = self.partial_maxima()
-        seed = other if adjoint_step.c and adjoint is not None else None
         before = self.state, self.in_order(f), self._read(self.copy, step), self.in_order(initial), floor
-        tensors = *before, adjoint, self.in_order_or_none(vjp), seed, worst
+        other = other if adjoint_step.c and adjoint is not None else None
+        tensors = *before, adjoint, self.in_order_or_none(vjp), other, seed, worst
         numbers = *self._inversion(step), *self._adjoint_bits(adjoint_step)
-        launch_chunks(COMPARE, self._warps, tensors, numbers)
+        launch_chunks(_compare_kernel, self._warps, tensors, numbers)
         return worst
 
 

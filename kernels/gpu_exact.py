@@ -22,33 +22,28 @@ import triton.language as tl
 from torch import Tensor
 
 from . import gpu, reference_exact
-from .half_step import LANES, Linear
-from .launch import Kernel, launch_blocks, launch_chunks
+from .half_step import LANES, Linear, in_order
+from .launch import launch_blocks, launch_chunks
 from .radix import Radix
 
 BLOCK = 512
 
 
-@triton.jit
-def _load(p_x, m_x):
-    """What is masked is 0, and adds nothing to a sum or a maximum."""
-    if m_x is None:
-        return tl.load(p_x)
-    else:  # noqa: RET505
-        return tl.load(p_x, mask=m_x, other=0)
+COEFFICIENTS = ["start", "to", "sign", "weight", "by_start", "by_to", "gamma", "rest"]
+ADJOINT_COEFFICIENTS = ["adjoint_a", "adjoint_b", "adjoint_c"]
 
 
 @triton.jit
-def _mixed(b_f, b_read, gamma, rest):
+def _mixed(b_f, p_read, o_x, m_x, gamma, rest):
     """gamma f + (1 - gamma) z, where z is what f read; without it, f."""
-    if b_read is None:
+    if p_read is None:
         return b_f
-    elif b_f.dtype == tl.float64 or b_read.dtype == tl.float64:  # noqa: RET505
+    elif b_f.dtype == tl.float64 or p_read.dtype.element_ty == tl.float64:  # noqa: RET505
         b_g = gpu._number(gamma, tl.float64) * b_f.to(tl.float64)
-        return b_g + gpu._number(rest, tl.float64) * b_read.to(tl.float64)
+        return b_g + gpu._number(rest, tl.float64) * gpu._load(p_read + o_x, m_x).to(tl.float64)
     else:
         b_g = gpu._number(gamma, tl.float32) * b_f.to(tl.float32)
-        return b_g + gpu._number(rest, tl.float32) * b_read.to(tl.float32)
+        return b_g + gpu._number(rest, tl.float32) * gpu._load(p_read + o_x, m_x).to(tl.float32)
 
 
 @triton.jit
@@ -76,6 +71,51 @@ def _store_decoded(p_copy, b_y, m_x, UNIT: tl.constexpr):
 
 
 @triton.jit
+def _alarm(b_f, b_fits):
+    return tl.where(b_fits, 0, tl.maximum(gpu._magnitude_bits(b_f), 1))
+
+
+@triton.jit
+def _raise_alarm(p_alarm, b_alarm, o_x, LANES: tl.constexpr):
+    """Only where something is wrong is there anything to store; of several in a lane, any will do."""
+    o_lane = tl.max_contiguous(tl.multiple_of(o_x % LANES, 2), 2)
+    tl.store(p_alarm + o_lane, b_alarm, mask=b_alarm != 0)
+
+
+@triton.jit
+def _encode(p_state, p_x, p_alarm, o_x, m_x, SCALE: tl.constexpr, LANES: tl.constexpr):
+    b_x = gpu._load(p_x + o_x, m_x)
+    b_number, b_fits = _integer(b_x, SCALE)
+    tl.store(p_state + o_x, b_number << 32, mask=m_x)
+    _raise_alarm(p_alarm, _alarm(b_x, b_fits), o_x, LANES)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _encode_kernel(p_state, p_x, p_alarm, n, SCALE: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    o_x = first + gpu._offsets(BLOCK)
+    if first + BLOCK <= n:
+        _encode(p_state, p_x, p_alarm, o_x, None, SCALE, LANES)
+    else:
+        _encode(p_state, p_x, p_alarm, o_x, o_x < n, SCALE, LANES)
+
+
+@triton.jit
+def _decode(p_state, p_copy, o_x, m_x, UNIT: tl.constexpr):
+    _store_decoded(p_copy + o_x, gpu._load(p_state + o_x, m_x) >> 32, m_x, UNIT)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _decode_kernel(p_state, p_copy, n, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    o_x = first + gpu._offsets(BLOCK)
+    if first + BLOCK <= n:
+        _decode(p_state, p_copy, o_x, None, UNIT)
+    else:
+        _decode(p_state, p_copy, o_x, o_x < n, UNIT)
+
+
+@triton.jit
 def _divided(b_x, n, by):
     """Quotient and remainder of 0 <= x < 2^41 by n, in 32-bit arithmetic but for the ends."""
     b_high = (b_x >> 19).to(tl.uint32)
@@ -97,61 +137,40 @@ def _stepped(b_state, b_r, b_number, start, to, sign, weight, by_start, by_to):
 
 
 @triton.jit
-def _relax_block(
-    p_state, p_f, p_read, p_copy, p_spill, p_alarm, o_x, o_lane, m_x, start, to, sign, weight, by_start, by_to,
-    gamma, rest, SCALE: tl.constexpr, UNIT: tl.constexpr,
+def _relaxed(
+    p_state, p_f, p_read, p_spill, o_x, m_x, start, to, sign, weight, by_start, by_to, gamma, rest,
+    SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Y before and after."""
-    b_state = _load(p_state + o_x, m_x)
-    b_f = _load(p_f + o_x, m_x)
-    b_read = None if p_read is None else _load(p_read + o_x, m_x)
-    b_y = b_state >> 32
+    """The old state, Y and R after the half-step, and the alarm: 0, or where f or Y does not fit, the bits of f's
+    magnitude. With a spill, R starts again from 0."""
+    b_state = gpu._load(p_state + o_x, m_x)
+    b_f = gpu._load(p_f + o_x, m_x)
+    b_number, b_fits = _integer(_mixed(b_f, p_read, o_x, m_x, gamma, rest), SCALE)
     b_r = b_state & 0xFFFFFFFF
     if p_spill is not None:
-        tl.store(p_spill + o_x, b_r.to(tl.int32), mask=m_x)
         b_r = b_r * 0
-    b_number, b_fits = _integer(_mixed(b_f, b_read, gamma, rest), SCALE)
     b_next, b_r = _stepped(b_state, b_r, b_number, start, to, sign, weight, by_start, by_to)
+    return b_state, b_next, b_r, _alarm(b_f, b_fits & (b_next >= -2147483648) & (b_next < 2147483648))
+
+
+@triton.jit
+def _store_relaxed(p_state, p_copy, p_spill, b_state, b_next, b_r, o_x, m_x, UNIT: tl.constexpr):
+    if p_spill is not None:
+        tl.store(p_spill + o_x, (b_state & 0xFFFFFFFF).to(tl.int32), mask=m_x)
     tl.store(p_state + o_x, (b_next << 32) | b_r, mask=m_x)
     _store_decoded(p_copy + o_x, b_next, m_x, UNIT)
-    b_fits = b_fits & (b_next >= -2147483648) & (b_next < 2147483648)
-    # Only where something is wrong is there anything to store; of several in a lane, any will do.
-    b_bits = tl.maximum(gpu._magnitude_bits(b_f), 1)
-    tl.store(p_alarm + (o_x * 0 + o_lane), b_bits, mask=b_fits == 0)
-    return b_y, b_next
-
-
-COEFFICIENTS = ["start", "to", "sign", "weight", "by_start", "by_to", "gamma", "rest"]
-ADJOINT_COEFFICIENTS = ["adjoint_a", "adjoint_b", "adjoint_c"]
 
 
 @triton.jit
 def _relax(
-    p_state, p_f, p_read, p_copy, p_spill, p_alarm, n, block, half_step,
-    start, to, sign, weight, by_start, by_to, gamma, rest,
-    SCALE: tl.constexpr, UNIT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    p_state, p_f, p_read, p_copy, p_spill, p_alarm, o_x, m_x, start, to, sign, weight, by_start, by_to, gamma, rest,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    first = block.to(tl.int64) * BLOCK
-    p_state += first
-    p_f += first
-    p_copy += first
-    p_alarm += half_step * LANES
-    if p_read is not None:
-        p_read += first
-    if p_spill is not None:
-        p_spill += first
-    o_lane = gpu._offsets(LANES)[None, :]
-    o_x = tl.arange(0, BLOCK // LANES)[:, None] * LANES + o_lane
-    if first + BLOCK <= n:
-        _relax_block(
-            p_state, p_f, p_read, p_copy, p_spill, p_alarm, o_x, o_lane, None,
-            start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT,
-        )  # fmt: skip
-    else:
-        _relax_block(
-            p_state, p_f, p_read, p_copy, p_spill, p_alarm, o_x, o_lane, o_x < n - first,
-            start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT,
-        )  # fmt: skip
+    b_state, b_next, b_r, b_alarm = _relaxed(
+        p_state, p_f, p_read, p_spill, o_x, m_x, start, to, sign, weight, by_start, by_to, gamma, rest, SCALE
+    )
+    _store_relaxed(p_state, p_copy, p_spill, b_state, b_next, b_r, o_x, m_x, UNIT)
+    _raise_alarm(p_alarm, b_alarm, o_x, LANES)
 
 
 @triton.jit(do_not_specialize=["n", "half_step", *COEFFICIENTS])
@@ -159,76 +178,61 @@ def _relax_kernel(
     p_state, p_f, p_read, p_copy, p_spill, p_alarm, n, half_step, start, to, sign, weight, by_start, by_to, gamma, rest,
     SCALE: tl.constexpr, UNIT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    _relax(
-        p_state, p_f, p_read, p_copy, p_spill, p_alarm, n, tl.program_id(0), half_step,
-        start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, LANES, BLOCK,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["n", "first", "half_step", *COEFFICIENTS])
-def _relax_leaves_kernel(
-    p_state, p_f, p_read, p_copy, p_spill, p_alarm, n, first, half_step,
-    start, to, sign, weight, by_start, by_to, gamma, rest,
-    SCALE: tl.constexpr, UNIT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0)
-    _relax(
-        gpu._of(p_state, first, at), gpu._of(p_f, first, at), gpu._of(p_read, first, at), gpu._of(p_copy, first, at),
-        gpu._of(p_spill, first, at), gpu._of(p_alarm, first, at), gpu._plain(gpu._of(n, first, at)),
-        at - gpu._plain(gpu._of(first, first, at)), half_step,
-        start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, LANES, BLOCK,
-    )  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    o_x = first + gpu._offsets(BLOCK)
+    p_alarm += half_step * LANES
+    if first + BLOCK <= n:
+        _relax(
+            p_state, p_f, p_read, p_copy, p_spill, p_alarm, o_x, None,
+            start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, LANES,
+        )  # fmt: skip
+    else:
+        _relax(
+            p_state, p_f, p_read, p_copy, p_spill, p_alarm, o_x, o_x < n,
+            start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, LANES,
+        )  # fmt: skip
 
 
 @triton.jit
 def _relax_rows(
-    p_state, p_f, p_read, p_copy, p_spill, p_alarm, left, start, to, sign, weight, by_start, by_to, gamma, rest,
+    p_state, p_f, p_read, p_copy, p_spill, o_x, n, b_change, b_value, b_worst,
+    start, to, sign, weight, by_start, by_to, gamma, rest,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, MORE: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """As in gpu.py, and the worst alarm so far."""
+    m_x = None if n is None else o_x < n
+    b_state, b_next, b_r, b_alarm = _relaxed(
+        p_state, p_f, p_read, p_spill, o_x, m_x, start, to, sign, weight, by_start, by_to, gamma, rest, SCALE
+    )
+    b_step = (b_next - (b_state >> 32)).to(tl.float32) * UNIT
+    b_size = b_next.to(tl.int32).to(tl.float32) * UNIT
+    b_change += b_step * b_step
+    b_value += b_size * b_size
+    b_worst = tl.maximum(b_worst, b_alarm)
+    if MORE > 0:
+        b_change, b_value, b_worst = _relax_rows(
+            p_state, p_f, p_read, p_copy, p_spill, o_x + LANES, n, b_change, b_value, b_worst,
+            start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, MORE - 1, LANES,
+        )  # fmt: skip
+    _store_relaxed(p_state, p_copy, p_spill, b_state, b_next, b_r, o_x, m_x, UNIT)
+    return b_change, b_value, b_worst
+
+
+@triton.jit
+def _relax_chunk(
+    p_state, p_f, p_read, p_copy, p_spill, first, n, start, to, sign, weight, by_start, by_to, gamma, rest,
     SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     b_change = tl.full((LANES,), 0.0, tl.float32)
     b_value = tl.full((LANES,), 0.0, tl.float32)
-    for row in tl.range(gpu._rows_left(left, ROWS, LANES)):
-        o_lane = gpu._offsets(LANES)
-        o_x = row * LANES + o_lane
-        m_x = None if left is None else o_x < left
-        b_y, b_next = _relax_block(
-            p_state, p_f, p_read, p_copy, p_spill, p_alarm, o_x, o_lane, m_x,
-            start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT,
+    b_worst = tl.full((LANES,), 0, tl.int32)
+    for group in tl.range(gpu._groups(None if n is None else n - first, gpu.RELAXED, ROWS, LANES)):
+        o_x = first + group * (gpu.RELAXED * LANES) + gpu._offsets(LANES)
+        b_change, b_value, b_worst = _relax_rows(
+            p_state, p_f, p_read, p_copy, p_spill, o_x, n, b_change, b_value, b_worst,
+            start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, gpu.RELAXED - 1, LANES,
         )  # fmt: skip
-        b_step = (b_next - b_y).to(tl.float32) * UNIT
-        b_size = b_next.to(tl.int32).to(tl.float32) * UNIT
-        b_change += b_step * b_step
-        b_value += b_size * b_size
-    return b_change, b_value
-
-
-@triton.jit
-def _relax_norms(
-    p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_partial, n, chunk, chunks, half_step,
-    start, to, sign, weight, by_start, by_to, gamma, rest,
-    SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    chunk = chunk.to(tl.int64)
-    first = chunk * (ROWS * LANES)
-    p_state += first
-    p_f += first
-    p_copy += first
-    p_alarm += half_step * LANES
-    if p_read is not None:
-        p_read += first
-    if p_spill is not None:
-        p_spill += first
-    if first + ROWS * LANES <= n:
-        b_change, b_value = _relax_rows(
-            p_state, p_f, p_read, p_copy, p_spill, p_alarm, None,
-            start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, ROWS, LANES,
-        )  # fmt: skip
-    else:
-        b_change, b_value = _relax_rows(
-            p_state, p_f, p_read, p_copy, p_spill, p_alarm, n - first,
-            start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, ROWS, LANES,
-        )  # fmt: skip
-    gpu._store_sums(p_partial, chunk, chunks, b_change, b_value, LANES)
+    return b_change, b_value, b_worst
 
 
 @triton.jit(do_not_specialize=["n", "half_step", *COEFFICIENTS])
@@ -237,208 +241,137 @@ def _relax_norms_kernel(
     start, to, sign, weight, by_start, by_to, gamma, rest,
     SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    _relax_norms(
-        p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_partial, n, tl.program_id(0), tl.num_programs(0), half_step,
-        start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, ROWS, LANES,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["n", "first", "half_step", *COEFFICIENTS])
-def _relax_norms_leaves_kernel(
-    p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_partial, n, first, half_step,
-    start, to, sign, weight, by_start, by_to, gamma, rest,
-    SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0)
-    n_leaf = gpu._plain(gpu._of(n, first, at))
-    _relax_norms(
-        gpu._of(p_state, first, at), gpu._of(p_f, first, at), gpu._of(p_read, first, at), gpu._of(p_copy, first, at),
-        gpu._of(p_spill, first, at), gpu._of(p_alarm, first, at), gpu._of(p_partial, first, at), n_leaf,
-        at - gpu._plain(gpu._of(first, first, at)), tl.cdiv(n_leaf, ROWS * LANES), half_step,
-        start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, ROWS, LANES,
-    )  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    first = chunk * (ROWS * LANES)
+    if first + ROWS * LANES <= n:
+        b_change, b_value, b_worst = _relax_chunk(
+            p_state, p_f, p_read, p_copy, p_spill, first, None,
+            start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, ROWS, LANES,
+        )  # fmt: skip
+    else:
+        b_change, b_value, b_worst = _relax_chunk(
+            p_state, p_f, p_read, p_copy, p_spill, first, n,
+            start, to, sign, weight, by_start, by_to, gamma, rest, SCALE, UNIT, ROWS, LANES,
+        )  # fmt: skip
+    gpu._store_sums(p_partial, chunk, b_change, b_value, LANES)
+    tl.store(p_alarm + half_step * LANES + gpu._offsets(LANES), b_worst, mask=b_worst != 0)
 
 
 @triton.jit
-def _invert_block(
-    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_spill, o_x, m_x,
-    start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
-    SCALE: tl.constexpr, UNIT: tl.constexpr,
+def _previous(
+    b_state, p_f, p_read, o_x, m_x, start, to, sign, weight, by_start, by_to, gamma, rest, SCALE: tl.constexpr
 ):  # fmt: skip
-    b_state = _load(p_state + o_x, m_x)
-    b_f = _load(p_f + o_x, m_x)
-    b_read = None if p_read is None else _load(p_read + o_x, m_x)
-    b_spill = None if p_spill is None else _load(p_spill + o_x, m_x)
-    if p_adjoint is not None:
-        b_adjoint = _load(p_adjoint + o_x, m_x)
-        b_vjp = _load(p_vjp + o_x, m_x)
-        b_other = None if p_other is None else _load(p_other + o_x, m_x)
-        tl.store(p_adjoint + o_x, gpu._updated(b_adjoint, b_vjp, b_other, adjoint_a, adjoint_b, adjoint_c), mask=m_x)
-    b_number, _ = _integer(_mixed(b_f, b_read, gamma, rest), SCALE)
-    b_y, b_r = _stepped(b_state, b_state & 0xFFFFFFFF, b_number, start, to, sign, weight, by_start, by_to)
-    if b_spill is not None:
-        b_r = b_spill.to(tl.int64) & 0xFFFFFFFF
-    tl.store(p_state + o_x, (b_y << 32) | b_r, mask=m_x)
-    _store_decoded(p_copy + o_x, b_y, m_x, UNIT)
+    """Y and R before the half-step."""
+    b_number, _ = _integer(_mixed(gpu._load(p_f + o_x, m_x), p_read, o_x, m_x, gamma, rest), SCALE)
+    return _stepped(b_state, b_state & 0xFFFFFFFF, b_number, start, to, sign, weight, by_start, by_to)
 
 
 @triton.jit
 def _invert(
-    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_spill, n, block,
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_seed, p_spill, o_x, m_x,
     start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
-    SCALE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """p_read, if it is not None, is p_copy."""
-    first = block.to(tl.int64) * BLOCK
-    p_state += first
-    p_f += first
-    p_copy += first
-    if p_read is not None:
-        p_read += first
-    if p_adjoint is not None:
-        p_adjoint += first
-        p_vjp += first
-    if p_other is not None:
-        p_other += first
+    b_y, b_r = _previous(
+        gpu._load(p_state + o_x, m_x), p_f, p_read, o_x, m_x,
+        start, to, sign, weight, by_start, by_to, gamma, rest, SCALE,
+    )  # fmt: skip
     if p_spill is not None:
-        p_spill += first
-    o_x = gpu._offsets(BLOCK)
-    if first + BLOCK <= n:
-        _invert_block(
-            p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_spill, o_x, None,
-            start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c, SCALE, UNIT,
-        )  # fmt: skip
-    else:
-        _invert_block(
-            p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_spill, o_x, o_x < n - first,
-            start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c, SCALE, UNIT,
-        )  # fmt: skip
+        b_r = gpu._load(p_spill + o_x, m_x).to(tl.int64) & 0xFFFFFFFF
+    if p_adjoint is not None:
+        b_next = gpu._updated(p_adjoint, p_vjp, p_other, o_x, m_x, adjoint_a, adjoint_b, adjoint_c)
+        gpu._store_adjoint(p_adjoint, p_seed, b_next, o_x, m_x)
+    tl.store(p_state + o_x, (b_y << 32) | b_r, mask=m_x)
+    _store_decoded(p_copy + o_x, b_y, m_x, UNIT)
 
 
 @triton.jit(do_not_specialize=["n", *COEFFICIENTS, *ADJOINT_COEFFICIENTS])
 def _invert_kernel(
-    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_spill, n,
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_seed, p_spill, n,
     start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
     SCALE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    _invert(
-        p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_spill, n, tl.program_id(0),
-        start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c, SCALE, UNIT, BLOCK,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["n", "first", *COEFFICIENTS, *ADJOINT_COEFFICIENTS])
-def _invert_leaves_kernel(
-    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_spill, n, first,
-    start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
-    SCALE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0)
-    _invert(
-        gpu._of(p_state, first, at), gpu._of(p_f, first, at), gpu._of(p_read, first, at), gpu._of(p_copy, first, at),
-        gpu._of(p_adjoint, first, at), gpu._of(p_vjp, first, at), gpu._of(p_other, first, at),
-        gpu._of(p_spill, first, at), gpu._plain(gpu._of(n, first, at)), at - gpu._plain(gpu._of(first, first, at)),
-        start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c, SCALE, UNIT, BLOCK,
-    )  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    o_x = first + gpu._offsets(BLOCK)
+    if first + BLOCK <= n:
+        _invert(
+            p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_seed, p_spill, o_x, None,
+            start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c, SCALE, UNIT,
+        )  # fmt: skip
+    else:
+        _invert(
+            p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_seed, p_spill, o_x, o_x < n,
+            start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c, SCALE, UNIT,
+        )  # fmt: skip
 
 
 @triton.jit
 def _compare_rows(
-    p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, left, floor,
+    p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, p_seed, o_x, n, b_worst, floor,
     start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
-    SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, MORE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    b_worst = tl.full((LANES,), 0, tl.int32)
-    for row in tl.range(gpu._rows_left(left, ROWS, LANES)):
-        o_x = row * LANES + gpu._offsets(LANES)
-        m_x = None if left is None else o_x < left
-        b_state = _load(p_state + o_x, m_x)
-        b_f = _load(p_f + o_x, m_x)
-        b_initial = _load(p_initial + o_x, m_x)
-        b_read = None if p_read is None else _load(p_read + o_x, m_x)
-        if p_adjoint is not None:
-            b_adjoint = _load(p_adjoint + o_x, m_x)
-            b_vjp = _load(p_vjp + o_x, m_x)
-            b_other = None if p_other is None else _load(p_other + o_x, m_x)
-            b_next = gpu._updated(b_adjoint, b_vjp, b_other, adjoint_a, adjoint_b, adjoint_c)
-            tl.store(p_adjoint + o_x, b_next, mask=m_x)
-        b_number, _ = _integer(_mixed(b_f, b_read, gamma, rest), SCALE)
-        b_start, _ = _integer(b_initial, SCALE)
-        b_y, b_r = _stepped(b_state, b_state & 0xFFFFFFFF, b_number, start, to, sign, weight, by_start, by_to)
-        b_error = (b_y - b_start).to(tl.float32) * UNIT + b_r.to(tl.float32)
-        b_value = (b_state >> 32).to(tl.int32).to(tl.float32) * UNIT
-        b_worst = tl.maximum(b_worst, gpu._ratio_bits(b_error, b_value, floor))
+    """As in gpu.py."""
+    m_x = None if n is None else o_x < n
+    b_state = gpu._load(p_state + o_x, m_x)
+    b_start, _ = _integer(gpu._load(p_initial + o_x, m_x), SCALE)
+    b_y, b_r = _previous(b_state, p_f, p_read, o_x, m_x, start, to, sign, weight, by_start, by_to, gamma, rest, SCALE)
+    b_error = (b_y - b_start).to(tl.float32) * UNIT + b_r.to(tl.float32)
+    b_value = (b_state >> 32).to(tl.int32).to(tl.float32) * UNIT
+    b_worst = tl.maximum(b_worst, gpu._ratio_bits(b_error, b_value, floor))
+    if p_adjoint is not None:
+        b_next = gpu._updated(p_adjoint, p_vjp, p_other, o_x, m_x, adjoint_a, adjoint_b, adjoint_c)
+    if MORE > 0:
+        b_worst = _compare_rows(
+            p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, p_seed, o_x + LANES, n, b_worst, floor,
+            start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
+            SCALE, UNIT, MORE - 1, LANES,
+        )  # fmt: skip
+    if p_adjoint is not None:
+        gpu._store_adjoint(p_adjoint, p_seed, b_next, o_x, m_x)
     return b_worst
 
 
 @triton.jit
-def _compare(
-    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n, chunk,
+def _compare_chunk(
+    p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, p_seed, first, n, floor,
     start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
     SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    chunk = chunk.to(tl.int64)
-    first = chunk * (ROWS * LANES)
-    p_state += first
-    p_f += first
-    p_initial += first
-    if p_read is not None:
-        p_read += first
-    if p_adjoint is not None:
-        p_adjoint += first
-        p_vjp += first
-    if p_other is not None:
-        p_other += first
-    floor = tl.load(p_floor)
-    if first + ROWS * LANES <= n:
+    b_worst = tl.full((LANES,), 0, tl.int32)
+    for group in tl.range(gpu._groups(None if n is None else n - first, gpu.COMPARED, ROWS, LANES)):
+        o_x = first + group * (gpu.COMPARED * LANES) + gpu._offsets(LANES)
         b_worst = _compare_rows(
-            p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, None, floor,
+            p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, p_seed, o_x, n, b_worst, floor,
             start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
-            SCALE, UNIT, ROWS, LANES,
+            SCALE, UNIT, gpu.COMPARED - 1, LANES,
         )  # fmt: skip
-    else:
-        b_worst = _compare_rows(
-            p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, n - first, floor,
-            start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
-            SCALE, UNIT, ROWS, LANES,
-        )  # fmt: skip
-    tl.store(p_worst + chunk * LANES + gpu._offsets(LANES), b_worst)
+    return b_worst
 
 
 @triton.jit(do_not_specialize=["n", *COEFFICIENTS, *ADJOINT_COEFFICIENTS])
 def _compare_kernel(
-    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n,
+    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_seed, p_worst, n,
     start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
     SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    _compare(
-        p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n, tl.program_id(0),
-        start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
-        SCALE, UNIT, ROWS, LANES,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["n", "first", *COEFFICIENTS, *ADJOINT_COEFFICIENTS])
-def _compare_leaves_kernel(
-    p_state, p_f, p_read, p_initial, p_floor, p_adjoint, p_vjp, p_other, p_worst, n, first,
-    start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
-    SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0)
-    _compare(
-        gpu._of(p_state, first, at), gpu._of(p_f, first, at), gpu._of(p_read, first, at),
-        gpu._of(p_initial, first, at), gpu._of(p_floor, first, at), gpu._of(p_adjoint, first, at),
-        gpu._of(p_vjp, first, at), gpu._of(p_other, first, at), gpu._of(p_worst, first, at),
-        gpu._plain(gpu._of(n, first, at)), at - gpu._plain(gpu._of(first, first, at)),
-        start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
-        SCALE, UNIT, ROWS, LANES,
-    )  # fmt: skip
-
-
-RELAX = Kernel(_relax_kernel, _relax_leaves_kernel)
-RELAX_NORMS = Kernel(_relax_norms_kernel, _relax_norms_leaves_kernel)
-INVERT = Kernel(_invert_kernel, _invert_leaves_kernel)
-COMPARE = Kernel(_compare_kernel, _compare_leaves_kernel)
+    chunk = tl.program_id(0).to(tl.int64)
+    first = chunk * (ROWS * LANES)
+    floor = tl.load(p_floor)
+    if first + ROWS * LANES <= n:
+        b_worst = _compare_chunk(
+            p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, p_seed, first, None, floor,
+            start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
+            SCALE, UNIT, ROWS, LANES,
+        )  # fmt: skip
+    else:
+        b_worst = _compare_chunk(
+            p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, p_seed, first, n, floor,
+            start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
+            SCALE, UNIT, ROWS, LANES,
+        )  # fmt: skip
+    tl.store(p_worst + chunk * LANES + gpu._offsets(LANES), b_worst)
 
 
 def reciprocal(n: int) -> int:
@@ -459,6 +392,20 @@ class HalfStep(reference_exact.HalfStep):
         self._numbers: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         self._scales: tuple[float, float] = 1.0, 1.0
 
+    @staticmethod
+    def encoded(x: Tensor, like: Tensor, radix: Radix) -> tuple[Tensor, Tensor]:
+        state = torch.empty_like(like, dtype=torch.int64)
+        alarm = torch.zeros(LANES, dtype=torch.int32, device=x.device)
+        tensors = state, in_order(x, state), alarm
+        launch_blocks(_encode_kernel, gpu.warps(x.device), BLOCK, tensors, (), (1 / radix.unit, LANES))
+        return state, alarm
+
+    @staticmethod
+    def decoded(state: Tensor, dtype: torch.dtype, radix: Radix) -> Tensor:
+        copy = torch.empty_like(state, dtype=dtype)
+        launch_blocks(_decode_kernel, gpu.warps(state.device), BLOCK, (state, copy), (), (radix.unit,))
+        return copy
+
     def _numbers_of(self, step: Radix, f: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the way there and the way back are given, as long as it is the same step."""
         if step is not self._step or f.dtype != self._f_dtype:
@@ -478,13 +425,13 @@ class HalfStep(reference_exact.HalfStep):
         there, _ = self._numbers_of(step, f)
         tensors = self.state, self.in_order(f), self._read(read, step), self.copy, spill, self.alarm
         constants = *self._scales, LANES
-        launch_blocks(RELAX, self._warps, BLOCK, tensors, (self.done, *there), constants)
+        launch_blocks(_relax_kernel, self._warps, BLOCK, tensors, (self.done, *there), constants)
 
     def _relax_norms(self, f: Tensor, read: Tensor | None, spill: Tensor | None, step: Radix) -> Tensor:
         there, _ = self._numbers_of(step, f)
         partial = self.partial_sums()
         tensors = self.state, self.in_order(f), self._read(read, step), self.copy, spill, self.alarm, partial
-        launch_chunks(RELAX_NORMS, self._warps, tensors, (self.done, *there), self._scales)
+        launch_chunks(_relax_norms_kernel, self._warps, tensors, (self.done, *there), self._scales)
         return partial
 
     def _invert(
@@ -496,13 +443,14 @@ class HalfStep(reference_exact.HalfStep):
         spill: Tensor | None,
         step: Radix,
         adjoint_step: Linear,
+        seed: Tensor | None,
     ) -> None:
         _, back = self._numbers_of(step, f)
-        seed = other if adjoint_step.c and adjoint is not None else None
+        other = other if adjoint_step.c and adjoint is not None else None
         before = self.state, self.in_order(f), self._read(self.copy, step), self.copy
-        tensors = *before, adjoint, self.in_order_or_none(vjp), seed, spill
+        tensors = *before, adjoint, self.in_order_or_none(vjp), other, seed, spill
         numbers = *back, *self._adjoint_bits(adjoint_step)
-        launch_blocks(INVERT, self._warps, BLOCK, tensors, numbers, self._scales)
+        launch_blocks(_invert_kernel, self._warps, BLOCK, tensors, numbers, self._scales)
 
     def invert_compare(
         self,
@@ -514,12 +462,13 @@ class HalfStep(reference_exact.HalfStep):
         other: Tensor | None,
         step: Radix,
         adjoint_step: Linear,
+        seed: Tensor | None = None,
     ) -> Tensor:
         _, back = self._numbers_of(step, f)
         worst = self.partial_maxima()
-        seed = other if adjoint_step.c and adjoint is not None else None
+        other = other if adjoint_step.c and adjoint is not None else None
         before = self.state, self.in_order(f), self._read(self.copy, step), self.in_order(initial), floor
-        tensors = *before, adjoint, self.in_order_or_none(vjp), seed, worst
+        tensors = *before, adjoint, self.in_order_or_none(vjp), other, seed, worst
         numbers = *back, *self._adjoint_bits(adjoint_step)
-        launch_chunks(COMPARE, self._warps, tensors, numbers, self._scales)
+        launch_chunks(_compare_kernel, self._warps, tensors, numbers, self._scales)
         return worst

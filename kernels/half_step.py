@@ -97,6 +97,14 @@ def layout(x: Tensor) -> tuple[int, ...]:
     return tuple([stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1])
 
 
+def in_order(x: Tensor, like: Tensor) -> Tensor:
+    """x with its elements in the same places as those of `like`: x itself, or, at the cost of one more pass over
+    memory, a copy."""
+    if layout(x) == layout(like) and not x.is_neg():
+        return x
+    return torch.empty_like(like, dtype=x.dtype).copy_(x)
+
+
 class HalfStep:
     """A state and its copy in the dtype that f reads: bound once, stepped many times.
 
@@ -106,9 +114,10 @@ class HalfStep:
         relax(f, read, step)            the half-step; `read` is what f read, the copy of the other state
         relax_norms(f, read, step)      the same, with the partial sums of squares
         invert(f, step)                 its inverse; the copy holds what f read, and receives what it will read next
-        invert_adjoint(f, adjoint, vjp, other, step, adjoint_step)
-                                        the same, with adjoint = a adjoint + b vjp + c other
-        invert_compare(f, initial, floor, adjoint, vjp, other, step, adjoint_step)
+        invert_adjoint(f, adjoint, vjp, other, step, adjoint_step, seed)
+                                        the same, with adjoint = a adjoint + b vjp + c other, of which `seed`, a tensor
+                                        laid out like the state, receives a copy in its own dtype
+        invert_compare(f, initial, floor, adjoint, vjp, other, step, adjoint_step, seed)
                                         the last inverse of all, compared with the state that it should arrive at
 
     `read` and `other` are looked at only where c is not 0. `step` and `adjoint_step` are objects that are not made
@@ -126,11 +135,8 @@ class HalfStep:
         self.copy = copy
 
     def in_order(self, x: Tensor) -> Tensor:
-        """x with its elements in the same places as the state's: x itself, or, at the cost of one more
-        pass over memory, a copy."""
-        if (x.stride() == self._stride or layout(x) == layout(self.state)) and not x.is_neg():
-            return x
-        return torch.empty_like(self.state, dtype=x.dtype).copy_(x)
+        """As the state."""
+        return x if x.stride() == self._stride and not x.is_neg() else in_order(x, self.state)
 
     def in_order_or_none(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else self.in_order(x)
@@ -156,7 +162,14 @@ class HalfStep:
         raise NotImplementedError
 
     def invert_adjoint(
-        self, f: Tensor, adjoint: Tensor, vjp: Tensor, other: Tensor | None, step: Any, adjoint_step: Linear
+        self,
+        f: Tensor,
+        adjoint: Tensor,
+        vjp: Tensor,
+        other: Tensor | None,
+        step: Any,
+        adjoint_step: Linear,
+        seed: Tensor | None = None,
     ) -> None:
         raise NotImplementedError
 
@@ -170,5 +183,6 @@ class HalfStep:
         other: Tensor | None,
         step: Any,
         adjoint_step: Linear,
+        seed: Tensor | None = None,
     ) -> Tensor:
         raise NotImplementedError

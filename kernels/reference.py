@@ -13,7 +13,8 @@ next vector-Jacobian product, and it is computed in its own precision, from left
 
     adjoint = a adjoint + b vjp + c other
 
-where `other` is the adjoint of the other state, which the product was seeded with.
+where `other` is the adjoint of the other state, which the product was seeded with. Where f returns another dtype than
+the adjoint's, `seed` receives the adjoint in that dtype, rounded as the copy is.
 
 The last inverse of all arrives at the initial state, which is known. There the result is not stored but
 compared, and how far off it is tells whether the way back can be trusted.
@@ -53,9 +54,13 @@ def invert(state: Tensor, f: Tensor, copy: Tensor, step: Coefficients) -> None:
     copy.copy_(state)
 
 
-def update_adjoint(adjoint: Tensor, vjp: Tensor, other: Tensor | None, step: Linear) -> None:
+def update_adjoint(
+    adjoint: Tensor, vjp: Tensor, other: Tensor | None, step: Linear, seed: Tensor | None = None
+) -> None:
     total = step.a * adjoint + step.b * vjp.to(adjoint.dtype)
     adjoint.copy_(total + step.c * other if step.c and other is not None else total)
+    if seed is not None:
+        seed.copy_(adjoint)
 
 
 def lane_ratios(error: Tensor, state: Tensor, floor: Tensor) -> Tensor:
@@ -97,10 +102,17 @@ class HalfStep(half_step.HalfStep):
         invert(self.state, f, self.copy, step)
 
     def invert_adjoint(
-        self, f: Tensor, adjoint: Tensor, vjp: Tensor, other: Tensor | None, step: Coefficients, adjoint_step: Linear
+        self,
+        f: Tensor,
+        adjoint: Tensor,
+        vjp: Tensor,
+        other: Tensor | None,
+        step: Coefficients,
+        adjoint_step: Linear,
+        seed: Tensor | None = None,
     ) -> None:
         invert(self.state, f, self.copy, step)
-        update_adjoint(adjoint, vjp, other, adjoint_step)
+        update_adjoint(adjoint, vjp, other, adjoint_step, seed)
 
     def invert_compare(
         self,
@@ -112,10 +124,11 @@ class HalfStep(half_step.HalfStep):
         other: Tensor | None,
         step: Coefficients,
         adjoint_step: Linear,
+        seed: Tensor | None = None,
     ) -> Tensor:
         """The lanes' largest relative error of the reconstruction, see `lane_ratios`. Updates the adjoint, if there is
         one, and leaves the state and its copy as they are."""
         error = previous(self.state, f, self.copy, step) - initial.double()
         if adjoint is not None and vjp is not None:
-            update_adjoint(adjoint, vjp, other, adjoint_step)
+            update_adjoint(adjoint, vjp, other, adjoint_step, seed)
         return lane_ratios(error, self.state, floor)

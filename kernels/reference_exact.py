@@ -142,6 +142,21 @@ class HalfStep(half_step.HalfStep):
         taken = len(steps) if spilled is None else 0  # to undo a step raises no alarm
         self.alarm = torch.zeros((taken, LANES), dtype=torch.int32, device=state.device)
 
+    @staticmethod
+    def encoded(x: Tensor, like: Tensor, radix: Radix) -> tuple[Tensor, Tensor]:
+        """The state of x, laid out like `like`, and an alarm, as those of half-steps: 0, unless an x does not fit."""
+        number, bad = integer(x, radix)
+        alarm = torch.where(bad, magnitude_bits(x), 0).flatten()
+        state = torch.empty_like(like, dtype=torch.int64).copy_(number << 32)
+        return state, alarm.amax(0, keepdim=True) if x.numel() else alarm
+
+    @staticmethod
+    def decoded(state: Tensor, dtype: torch.dtype, radix: Radix) -> Tensor:
+        """What f reads of a state."""
+        copy = torch.empty_like(state, dtype=dtype)
+        decode(state >> 32, copy, radix)
+        return copy
+
     def relax(self, f: Tensor, read: Tensor | None, step: Radix) -> None:
         self._relax(f, read, self._put_aside(step), step)
         self.done += 1
@@ -152,12 +167,19 @@ class HalfStep(half_step.HalfStep):
         return partial
 
     def invert(self, f: Tensor, step: Radix) -> None:
-        self._invert(f, None, None, None, self._take_back(step), step, step)
+        self._invert(f, None, None, None, self._take_back(step), step, step, None)
 
     def invert_adjoint(
-        self, f: Tensor, adjoint: Tensor, vjp: Tensor, other: Tensor | None, step: Radix, adjoint_step: Linear
+        self,
+        f: Tensor,
+        adjoint: Tensor,
+        vjp: Tensor,
+        other: Tensor | None,
+        step: Radix,
+        adjoint_step: Linear,
+        seed: Tensor | None = None,
     ) -> None:
-        self._invert(f, adjoint, vjp, other, self._take_back(step), step, adjoint_step)
+        self._invert(f, adjoint, vjp, other, self._take_back(step), step, adjoint_step, seed)
 
     def _is_announced(self, step: Radix) -> None:
         announced = self.plan.steps[self.done]
@@ -210,10 +232,11 @@ class HalfStep(half_step.HalfStep):
         spill: Tensor | None,
         step: Radix,
         adjoint_step: Linear,
+        seed: Tensor | None,
     ) -> None:
         invert(self.state, f, self.copy, spill, step)
         if adjoint is not None and vjp is not None:
-            reference.update_adjoint(adjoint, vjp, other, adjoint_step)
+            reference.update_adjoint(adjoint, vjp, other, adjoint_step, seed)
 
     def invert_compare(
         self,
@@ -225,9 +248,10 @@ class HalfStep(half_step.HalfStep):
         other: Tensor | None,
         step: Radix,
         adjoint_step: Linear,
+        seed: Tensor | None = None,
     ) -> Tensor:
         if adjoint is not None and vjp is not None:
-            reference.update_adjoint(adjoint, vjp, other, adjoint_step)
+            reference.update_adjoint(adjoint, vjp, other, adjoint_step, seed)
         return invert_compare(self.state, f, self.copy, initial, floor, step)
 
     def _raise_alarm(self, f: Tensor, bad: Tensor) -> None:

@@ -107,10 +107,11 @@ class Monitor:
         rho = torch.cat(filled).amax().view(torch.float32)
         if grads is None:
             grads = torch.ones(2, device=rho.device)
-        report(torch.cat([rho.view(1), grads, norms.sqrt().float(), torch.stack(list(sizes))]), self._decide)
+        report(torch.cat([rho.view(1), grads, norms, *(size.view(1) for size in sizes)]), self._decide)
 
     def _decide(self, values: Tensor) -> None:
         rho, before, after, change, value, *sizes = values.tolist()
+        change, value = math.sqrt(change), math.sqrt(value)
         coarse = [size for size in sizes if 2 * SMALLEST_SCALE < size < self.resolution / COARSE]
         if coarse:
             text = (
@@ -227,9 +228,8 @@ def typical_magnitude(x: Tensor) -> Tensor:
     if not torch.ops.aten.is_non_overlapping_and_dense(x):
         x = x.contiguous()
     stride = next(s for s in itertools.count(-(-n // SAMPLE)) if math.gcd(s, n) == 1)
-    sample = x.as_strided((-(-n // stride),), (stride,)).float().abs().sort().values
-    count = sample.count_nonzero()
-    middle = (len(sample) - count + count // 2).clamp(max=len(sample) - 1)
+    sample = x.as_strided((-(-n // stride),), (stride,)).float().abs().sort(descending=True).values
+    middle = sample[1:].count_nonzero() // 2
     return sample.index_select(0, middle.view(1)).view(()).clamp(min=SMALLEST_SCALE)
 
 

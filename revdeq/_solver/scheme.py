@@ -142,17 +142,13 @@ class Integers(Scheme):
     def start(self, initial: Sequence[Tensor], like: State) -> State:
         state = []
         for x, c in zip(initial, like, strict=True):
-            number, bad = exact.integer(x, self.step)
-            if x.numel():
-                report(torch.where(bad, exact.magnitude_bits(x), 0).max(), self._judge_start)
-            state.append(torch.empty_like(c, dtype=torch.int64).copy_(number << 32))
+            encoded, alarm = self.half_step.encoded(x, c, self.step)
+            report(alarm, self._judge_start)
+            state.append(encoded)
         return state
 
     def read(self, state: State, like: State) -> State:
-        copies = [torch.empty_like(x, dtype=c.dtype) for x, c in zip(state, like, strict=True)]
-        for x, c in zip(state, copies, strict=True):
-            exact.decode(x >> 32, c, self.step)
-        return copies
+        return [self.half_step.decoded(x, c.dtype, self.step) for x, c in zip(state, like, strict=True)]
 
     def carried(self, state: State, like: State) -> State:
         """With a remainder of 0, as if it began here."""
@@ -188,8 +184,8 @@ class Integers(Scheme):
         report(_worst([h.alarm for h in half_steps]), functools.partial(self._judge, first_step=1))
 
     def _judge_start(self, bits: Tensor) -> None:
-        if bits:
-            raise self._error(int(bits), "z0 does not fit the exact state", "z0", "start from finite numbers")
+        if bits.any():
+            raise self._error(int(bits.max()), "z0 does not fit the exact state", "z0", "start from finite numbers")
 
     def _judge(self, bits: Tensor, first_step: int) -> None:
         for i, value in enumerate(bits.tolist()):

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import _device
-from ..kernels.backends import together
 from .call import Call
 from .context import OnceMore, untraced
 from .monitor import Adjoint, Monitor
@@ -433,15 +432,13 @@ def _tensors(tree: Any) -> State:
 
 
 def relax(half_steps: list[Any], outputs: Sequence[Tensor], read: State, step: Any) -> None:
-    with together(len(half_steps)):
-        for half_step, out, x in zip(half_steps, outputs, read, strict=True):
-            half_step.relax(out, x, step)
+    for half_step, out, x in zip(half_steps, outputs, read, strict=True):
+        half_step.relax(out, x, step)
 
 
 def relax_norms(half_steps: list[Any], outputs: Sequence[Tensor], read: State, step: Any) -> Tensor:
     """The squared 2-norms of the change and of the new state, of all leaves."""
-    with together(len(half_steps)):
-        partial = [h.relax_norms(out, x, step) for h, out, x in zip(half_steps, outputs, read, strict=True)]
+    partial = [h.relax_norms(out, x, step) for h, out, x in zip(half_steps, outputs, read, strict=True)]
     return functools.reduce(torch.add, [x.sum((1, 2)) for x in partial])
 
 

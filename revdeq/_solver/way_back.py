@@ -12,7 +12,6 @@ from torch.autograd.graph import increment_version
 
 from .. import _device
 from ..kernels import reference
-from ..kernels.backends import together
 from ..kernels.half_step import Coefficients
 from .call import AsBefore
 from .monitor import apart, typical_magnitude
@@ -133,13 +132,12 @@ class WayBack:
         rows = zip(self._half_steps[k % 2], self._apart(), adjoint[1 - k % 2], products, adjoint[k % 2], strict=True)
         if tape.learns:
             self._note_slopes(k, self._read, sign=1)
-        with together(len(products)):
-            if k > 1 or not self._sizes:
-                for half_step, out, a, product, other in rows:
-                    half_step.invert_adjoint(out, a, product, other, step, adjoint_step)
-            else:
-                for (half_step, out, *of_adjoint), x, size in zip(rows, tape.z0, self._sizes, strict=True):
-                    self._maxima.append(half_step.invert_compare(out, x, size, *of_adjoint, step, adjoint_step))
+        if k > 1 or not self._sizes:
+            for half_step, out, a, product, other in rows:
+                half_step.invert_adjoint(out, a, product, other, step, adjoint_step)
+        else:
+            for (half_step, out, *of_adjoint), x, size in zip(rows, tape.z0, self._sizes, strict=True):
+                self._maxima.append(half_step.invert_compare(out, x, size, *of_adjoint, step, adjoint_step))
         if k == 1:  # the initial state is known: use it, not its reconstruction
             for x, initial in zip(self._read, tape.z0, strict=True):
                 x.copy_(initial)
@@ -224,8 +222,7 @@ class WayBack:
         tape, step = self._tape, self._scheme.at(2 * self._tape.first)
         if self._sizes and tape.first == 0:
             rows = zip(self._half_steps[0], self._apart(), tape.y0, self._sizes, strict=True)
-            with together(len(self._read)):
-                self._maxima += [h.invert_compare(o, x, s, None, None, None, step, step) for h, o, x, s in rows]
+            self._maxima += [h.invert_compare(o, x, s, None, None, None, step, step) for h, o, x, s in rows]
         elif self._sizes:
             self._maxima += map(apart, self._read, tape.end, self._sizes)
         if tape.learns and self.adjoint is not None:

@@ -42,6 +42,12 @@ def _unwritten_memory_shows():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(autouse=True)
+def _blocks_of_a_large_state(monkeypatch):
+    """In small tensors."""
+    monkeypatch.setattr(launch, "SMALL", 0)
+
+
 @pytest.fixture(params=[FEW_ROWS, pytest.param(half_step.ROWS, marks=pytest.mark.full)], ids="{} rows".format)
 def rows(request, monkeypatch):
     """Of a chunk whose norms are summed. With few of them, few sizes of a tail meet all; whole solves have them all."""
@@ -167,9 +173,7 @@ class LastElements(torch.Tensor):
 @pytest.mark.parametrize("gpu_name", one_of(GPUS))
 @pytest.mark.parametrize("state", ["float64", "exact"])
 @pytest.mark.parametrize("operation", ["relax", "invert_adjoint"])
-@pytest.mark.parametrize("leaves", [1, 3])
-def test_ptx_finds_elements_beyond_32_bits(leaves, operation, state, gpu_name):
-    """Of the last leaf."""
+def test_ptx_finds_elements_beyond_32_bits(operation, state, gpu_name):
     before, f, copy, adjoint, vjp, read, other, _ = tensors((1500,), torch.float32, torch.float32, "cpu")
     step, settings, classes = MIXED, (), (reference.HalfStep, gpu.HalfStep)
     if state == "exact":
@@ -180,15 +184,14 @@ def test_ptx_finds_elements_beyond_32_bits(leaves, operation, state, gpu_name):
     block = {"float64": gpu.RELAX_BLOCK if operation == "relax" else gpu.INVERT_BLOCK, "exact": gpu_exact.BLOCK}[state]
     results = []
     for half_step_class, kind in zip(classes, (torch.Tensor, LastElements), strict=True):
-        with emulating(TARGETS[gpu_name], last=-(-1500 // block), before=2**31), launch.together():
-            for _ in range(leaves):
-                left = [x.clone() for x in (before, read if operation == "invert_adjoint" else copy, adjoint)]
-                bound = half_step_class(left[0].as_subclass(kind), left[1], *settings)
-                bound.done = 1
-                if operation == "relax":
-                    bound.relax(f, read, step)
-                else:
-                    bound.invert_adjoint(f, left[2], vjp, other, step, step)
+        left = [x.clone() for x in (before, read if operation == "invert_adjoint" else copy, adjoint)]
+        with emulating(TARGETS[gpu_name], last=-(-1500 // block), before=2**31):
+            bound = half_step_class(left[0].as_subclass(kind), left[1], *settings)
+            bound.done = 1
+            if operation == "relax":
+                bound.relax(f, read, step)
+            else:
+                bound.invert_adjoint(f, left[2], vjp, other, step, step)
         results.append(left)
     compare(*results)
 
@@ -202,7 +205,7 @@ def test_ptx_gives_the_bits_of_the_reference_for_every_beta(operation, beta, gam
         compare(run(gpu.HalfStep, operation, *case, step), run(reference.HalfStep, operation, *case, step))
 
 
-def run_exact(half_step, operation, f_dtype, copy_dtype, n, radix):
+def run_exact(half_step, operation, f_dtype, copy_dtype, n, radix, seed=None):
     """All that the operation leaves behind, from any state and any f that fit."""
     generator = torch.Generator().manual_seed(n)
     spill = operation.endswith(("spill", "take back"))
@@ -225,18 +228,19 @@ def run_exact(half_step, operation, f_dtype, copy_dtype, n, radix):
     step = half_step(state, copy, [radix] * (2 * free), [aside] if place == "take back" else None)
     step.done = {"spill": free, "take back": free + 1}.get(place, 3)
     floor = torch.tensor(0.5)
+    seed = None if seed is None else torch.full((n,), torch.nan, dtype=seed)
     extra = {
         "relax": (read, radix),
         "relax_norms": (read, radix),
         "invert": (radix,),
-        "invert_adjoint": (adjoint, vjp, other, radix, radix),
-        "invert_compare": (vjp, floor, adjoint, vjp, other, radix, radix),
+        "invert_adjoint": (adjoint, vjp, other, radix, radix, seed),
+        "invert_compare": (vjp, floor, adjoint, vjp, other, radix, radix, seed),
         "compare alone": (vjp, floor, None, None, None, radix, radix),
     }[name]
     returned = getattr(step, "invert_compare" if name == "compare alone" else name)(f, *extra)
     assert not step.alarm.any()
     assert len(step.spilled) == (place == "spill")
-    return [state, copy, adjoint, step.alarm, *step.spilled, *([] if returned is None else [returned])]
+    return [x for x in (state, copy, adjoint, step.alarm, *step.spilled, seed, returned) if x is not None]
 
 
 @pytest.mark.parametrize(("operation", "gpu_name", "f_dtype", "copy_dtype"), covering(EXACT_OPERATIONS))
@@ -250,67 +254,81 @@ def test_ptx_gives_the_bits_of_the_exact_reference(operation, gpu_name, f_dtype,
             compare(run_exact(gpu_exact.HalfStep, *case), run_exact(exact.HalfStep, *case))
 
 
-def leaves(rows):
-    """Sizes of leaves: none, one, several chunks, a chunk and a tail, just a block, and less."""
-    return 0, 1, 3 * rows * LANES, rows * LANES + 301, 1024, 37
-
-
-@pytest.mark.parametrize("step", [STEP, MIXED], ids=["gamma 1", "gamma 1.3"])
 @pytest.mark.parametrize("gpu_name", one_of(GPUS))
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_ptx_gives_the_bits_of_the_reference_for_all_leaves_at_once(operation, gpu_name, step, rows, launched):
-    """Whether they are aligned or not. Those that are alike have one launch."""
-    dtypes = DTYPES[OPERATIONS.index(operation) % 4], DTYPES[OPERATIONS.index(operation) // 2]
-    cases = [tensors((n,), *dtypes, "cpu") for n in leaves(rows)]
-    cases += [[x[1:] if x.dim() else x for x in tensors((n,), *dtypes, "cpu")] for n in (2, 1501, 3000)]
-    with emulated(gpu_name), launch.together():
-        results = [run(gpu.HalfStep, operation, *case, step) for case in cases]
-        assert not launched
-    assert len(launched) == 2 and all("leaves" in name for name in launched)
-    for result, case in zip(results, cases, strict=True):
-        compare(result, run(reference.HalfStep, operation, *case, step))
+@pytest.mark.parametrize("operation", ["relax", "invert", "invert_adjoint"])
+def test_small_states_have_small_blocks(monkeypatch, operation, gpu_name):
+    """Of which each thread has two neighbours, and a tail that ends in each of them."""
+    monkeypatch.setattr(launch, "SMALL", 2**18)
+    programs, launch_by_triton = [], launch._launch_by_triton
+
+    def noted(kernel, warps, device, number, arguments):
+        programs.append(number)
+        return launch_by_triton(kernel, warps, device, number, arguments)
+
+    monkeypatch.setattr(launch, "_launch_by_triton", noted)
+    with emulated(gpu_name):
+        for n in (3 * LANES, 3 * LANES + 101, 3 * LANES + 102):
+            launch._compiled.clear()
+            case = tensors((n,), torch.bfloat16, torch.float32, "cpu")
+            compare(run(gpu.HalfStep, operation, *case, MIXED), run(reference.HalfStep, operation, *case, MIXED))
+            case = operation, torch.bfloat16, torch.float32, n, Radix.nearest(BETA, 24, 1.3)
+            compare(run_exact(gpu_exact.HalfStep, *case), run_exact(exact.HalfStep, *case))
+    assert programs == [3, 3, 4, 4, 4, 4]
 
 
-@pytest.mark.parametrize("gamma", [1.0, 1.3])
+@pytest.mark.parametrize("seed_dtype", DTYPES)
+@pytest.mark.parametrize("copy_dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("operation", ["invert_adjoint", "invert_compare"])
+def test_ptx_writes_the_seed_too(operation, copy_dtype, seed_dtype, rows):
+    n = (rows + 1) * LANES + 101
+    with emulated("sm_90"):
+        case = tensors((n,), seed_dtype, copy_dtype, "cpu")
+        results = [
+            run(half_step_class, operation, *case, MIXED, seed=seed_dtype)
+            for half_step_class in (gpu.HalfStep, reference.HalfStep)
+        ]
+        compare(*results)
+        assert results[0][3].dtype == seed_dtype
+        case = operation, seed_dtype, copy_dtype, n, Radix.nearest(BETA, 24, 1.3), seed_dtype
+        compare(*(run_exact(half_step_class, *case) for half_step_class in (gpu_exact.HalfStep, exact.HalfStep)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gpu_name", one_of(GPUS))
-@pytest.mark.parametrize("operation", EXACT_OPERATIONS)
-def test_ptx_gives_the_bits_of_the_exact_reference_for_all_leaves_at_once(operation, gpu_name, gamma, rows, launched):
-    i = EXACT_OPERATIONS.index(operation)
-    case = operation, DTYPES[i % 4], DTYPES[i // 3]
-    radix = Radix.nearest(0.6, 24, gamma)
-    with emulated(gpu_name), launch.together():
-        results = [run_exact(gpu_exact.HalfStep, *case, n, radix) for n in leaves(rows)]
-        assert not launched
-    assert len(launched) == 1 and "leaves" in launched[0]
-    for result, n in zip(results, leaves(rows), strict=True):
-        compare(result, run_exact(exact.HalfStep, *case, n, radix))
+def test_ptx_encodes_and_decodes(gpu_name, dtype):
+    """Numbers between two of the state's, too; and states with a remainder, which f does not read."""
+    radix = Radix.nearest(BETA, 24)
+    for n in (2 * gpu_exact.BLOCK, gpu_exact.BLOCK + 101, 1):
+        x = ((252 * torch.rand(n) - 126) * 2.0 ** torch.randint(-30, 1, (n,))).to(dtype)
+        numbers = torch.randint(-(2**63), 2**63 - 1, (n,))
+        with emulated(gpu_name):
+            state, alarm = gpu_exact.HalfStep.encoded(x, x, radix)
+            copy = gpu_exact.HalfStep.decoded(numbers, dtype, radix)
+        compare([state, copy], [exact.encode(x, radix), exact.HalfStep.decoded(numbers, dtype, radix)])
+        assert not alarm.any() and not exact.HalfStep.encoded(x, x, radix)[1].any()
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """The names of the kernels that are launched."""
-    names, run = [], launch._run
+@pytest.mark.parametrize("bad", [128.0, -129.0, float("inf"), float("nan")])
+def test_ptx_raises_the_alarm_for_a_start_that_does_not_fit(bad):
+    x, radix = torch.zeros(1500), Radix.nearest(BETA, 24)
+    x[1301] = bad
+    with emulated("sm_90"):
+        state, alarm = gpu_exact.HalfStep.encoded(x, x, radix)
+    expected = torch.zeros(LANES)
+    expected[1301 % LANES] = abs(bad)
+    same_bits(alarm.view(torch.float32), expected)
+    expected_state, expected_alarm = exact.HalfStep.encoded(x, x, radix)
+    compare([state, alarm.amax(0, keepdim=True)], [expected_state, expected_alarm])
 
-    def noted(kernel, *arguments):
-        names.append(kernel.__name__)
-        run(kernel, *arguments)
 
-    monkeypatch.setattr(launch, "_run", noted)
-    return names
-
-
-def test_every_leaf_has_an_alarm_of_its_own():
-    radix = Radix.nearest(0.8, 24)
-    sizes = 700, 1500, 1
-    steps = [gpu_exact.HalfStep(torch.zeros(n, dtype=torch.int64), torch.zeros(n), [radix] * 3) for n in sizes]
-    with emulated("sm_90"), launch.together():
-        for step, n in zip(steps, sizes, strict=True):
-            step.done = 1
-            step.relax(torch.full((n,), 129.0 if n == 1500 else 1.0), None, radix)
-    for step, n in zip(steps, sizes, strict=True):
-        expected = torch.zeros(3, LANES)
-        expected[1] = 129.0 if n == 1500 else 0.0
-        same_bits(step.alarm.view(torch.float32), expected)
+def test_a_start_is_laid_out_like_the_state():
+    x, radix = torch.randn(3, 5, 7), Radix.nearest(BETA, 24)
+    like = torch.empty(7, 3, 5).permute(1, 2, 0)
+    with emulated("sm_90"):
+        state, _ = gpu_exact.HalfStep.encoded(x, like, radix)
+        copy = gpu_exact.HalfStep.decoded(state, torch.float32, radix)
+    assert state.stride() == copy.stride() == like.stride()
+    compare([state.contiguous()], [exact.encode(x, radix)])
 
 
 NEARLY = 128 - 2.0**-27  # fits as it is, but not rounded

@@ -101,6 +101,7 @@ def test_the_bytes_are_the_least_that_each_pass_can_do_with():
         assert bytes_moved[f"{state}invert_compare"] == (8 + 4 + 4 + 4 + 4, 4 + 4 / 16)
         assert sum(bytes_moved[f"{state}relax, gamma"]) == 28
         assert sum(bytes_moved[f"{state}invert_adjoint, gamma"]) == 44
+        assert sum(bytes_moved[f"{state}invert_adjoint, seed"]) == 36 + 2
     assert bytes_moved["relax_norms"] == (12, 12 + 16 / 16)
     assert bytes_moved["exact relax_norms"] == (12, 12 + 8 / 16)
 
@@ -128,26 +129,13 @@ def test_no_beta_and_no_gamma_compiles_anything_after_the_first(monkeypatch, lau
     assert len(compilations) == 10
 
 
-@pytest.mark.parametrize(("target", "launches"), [("sm_90", 1), ("gfx942", 2)])
-@pytest.mark.parametrize("launch", [float64_state, exact_state])
-def test_the_pointers_of_many_leaves_spill_no_register(launch, target, launches):
-    """Of the kernels with the most pointers, of which AMD has scalar registers for about fifty."""
-    with compiling(TARGETS[target]) as compiled:
-        launch("invert_adjoint", gamma=1.3, leaves=8)
-        assert len(compiled) == launches
-        launch("invert_compare", gamma=1.3, leaves=8)
-        launch("relax_norms", gamma=1.3, leaves=8)
-    assert len(compiled) <= 7
-    assert not any(machine_code.statistics(kernel).spilled for kernel in compiled)
-
-
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_a_loop_is_counted_as_often_as_it_is_run(target):
     """16 rows of two elements, each with its loads and stores, whatever the compiler has unrolled of them."""
     with compiling(TARGETS[target]) as compiled:
         exact_state("relax_norms")
     budget = BUDGETS["exact relax_norms"]
-    passes = budget.rows // budget.rows_in(machine_code.statistics(compiled[0]))
+    passes = budget.passes(compiled[0])
     once, all_of_them = (machine_code.executed(compiled[0], n) for n in (1, passes))
     assert sum(it.access == ("load", 16) for it in all_of_them) == budget.rows
     assert len(once) < len(all_of_them) < passes * len(once) or passes == 1

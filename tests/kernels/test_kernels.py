@@ -54,23 +54,25 @@ def tensors(shape, f_dtype, copy_dtype, device):
     )
 
 
-def run(half_step, operation, state, f, copy, adjoint, vjp, read, other, floor, step, adjoint_step=None):
-    """What the operation leaves in state, copy and adjoint, and what it returns."""
+def run(half_step, operation, state, f, copy, adjoint, vjp, read, other, floor, step, adjoint_step=None, seed=None):
+    """What the operation leaves in state, copy, adjoint and a seed, if one of a dtype is asked for, and what it
+    returns."""
     state, copy, adjoint = state.clone(), copy.clone(), adjoint.clone()
     if step.c and not operation.startswith("relax"):
         copy.copy_(read)  # until it is overwritten
     steps = step, adjoint_step or step
+    seed = None if seed is None else torch.full_like(adjoint, torch.nan, dtype=seed)
     extra = {
         "relax": (read if step.c else None, step),
         "relax_norms": (read if step.c else None, step),
         "invert": (step,),
-        "invert_adjoint": (adjoint, vjp, other, *steps),
-        "invert_compare": (vjp, floor, adjoint, vjp, other, *steps),
+        "invert_adjoint": (adjoint, vjp, other, *steps, seed),
+        "invert_compare": (vjp, floor, adjoint, vjp, other, *steps, seed),
         "compare alone": (vjp, floor, None, None, None, *steps),
     }[operation]
     operation = "invert_compare" if operation == "compare alone" else operation
     returned = getattr(half_step(state, copy), operation)(f, *extra)
-    return [state, copy, adjoint, *([] if returned is None else [returned])]
+    return [x for x in (state, copy, adjoint, seed, returned) if x is not None]
 
 
 OPERATIONS = ("relax", "relax_norms", "invert", "invert_adjoint", "invert_compare", "compare alone")
@@ -150,6 +152,17 @@ def test_layouts_do_not_change_the_values(half_step, operation, layout, f_layout
     for result, reference_result in zip(results[:3], expected[:3], strict=True):
         assert result.stride() == state.stride()
         same_bits(result.contiguous(), reference_result)
+
+
+@pytest.mark.parametrize("seed", DTYPES)
+@pytest.mark.parametrize("copy_dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("operation", ["invert_adjoint", "invert_compare"])
+def test_a_seed_is_the_adjoint_in_another_dtype(half_step, operation, copy_dtype, seed):
+    half_step, device = half_step
+    case = tensors((CHUNK + 131,), seed, copy_dtype, device)
+    _, _, adjoint, result, *_ = run(half_step, operation, *case, MIXED, seed=seed)
+    same_bits(adjoint, run(reference.HalfStep, operation, *case, MIXED)[2])
+    same_bits(result, adjoint.to(seed))
 
 
 def test_an_output_of_f_need_not_be_dense(half_step):

@@ -16,7 +16,6 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from revdeq.kernels import Coefficients, Radix, gpu, gpu_exact, half_step, launch, reference  # noqa: E402
 
-NEEDS_LEAVES = pytest.mark.skipif(launch._VERSION < launch.TOGETHER, reason="this Triton takes no kernels for leaves")
 STEP = Coefficients.rounded(0.8)
 N = 1000
 
@@ -80,111 +79,6 @@ def same_calls(name, by_triton, ordinary, cached):
     assert all(a is b or a == b for a, b in zip(ordinary[9:], cached[9:], strict=True)), name
 
 
-@NEEDS_LEAVES
-def test_leaves_that_are_alike_have_one_launch(monkeypatch, by_triton):
-    """Which gets the same when it is cached."""
-    driver = stub(monkeypatch)
-    rows = [bound(n) for n in (5000, 1, 16, 0, 17, 4096)]
-    for _ in range(2):
-        relax_together(rows)
-    assert by_triton == ["_relax_leaves_kernel"]
-    same_calls("relax", by_triton, *driver.calls)
-    (programs, *_), (states, fs, read, copies, sizes, first, *_) = driver.calls[0], driver.calls[0][9:]
-    there = [(half, f) for half, f in rows if f.numel()]
-    for tensors, expected in ((states, [h.state for h, _ in there]), (fs, [f for _, f in there])):
-        assert all(a is b for a, b in zip(tensors, expected, strict=True))
-    assert all(a is half.copy for a, (half, _) in zip(copies, there, strict=True)) and read is None
-    assert [x // 2 - 1 for x in sizes] == [5000, 1, 16, 17, 4096]
-    assert [x // 2 - 1 for x in first] == [0, 5, 6, 7, 8]
-    assert programs == 12
-
-
-def relax_together(rows, step=STEP):
-    with launch.together():
-        for half, f in rows:
-            half.relax(f, None, step)
-
-
-@NEEDS_LEAVES
-def test_no_sizes_of_leaves_compile_a_kernel_after_the_first(by_triton):
-    with emulating(TARGETS["sm_90"]):  # where a kernel that is specialised for others is an error
-        for sizes in ((5000, 1, 16), (1, 1, 1), (16, 1024, 8), (16 * 1024, 1, 33), (7 * 1024, 1023, 7)):
-            rows = [bound(n) for n in sizes]
-            expected = [(half.state.clone(), torch.empty(n)) for (half, _), n in zip(rows, sizes, strict=True)]
-            relax_together(rows)
-            for (half, f), (state, copy) in zip(rows, expected, strict=True):
-                reference.relax(state, f, None, copy, STEP)
-                assert torch.equal(half.state, state)
-                assert torch.equal(half.copy, copy)
-    assert len(by_triton) == 1
-    with compiling(TARGETS["sm_90"]):
-        for n in (5000, 2**30 - 2, 2**30, 2**40):  # a number of leaves travels with one bit more
-            state, f = torch.zeros(1).double().expand(n), torch.zeros(1).expand(n)
-            relax_together([bound(), bound(), (gpu.HalfStep(state, f), f)])
-    assert len(by_triton) == 3
-
-
-LEAVES, ONE = "_relax_leaves_kernel", "_relax_kernel"
-
-
-def launches(rows, target="sm_90"):
-    """The kernels that are launched for rows of half-steps, outputs of f and steps."""
-    with compiling(TARGETS[target]) as compiled, launch.together():
-        for half, f, step in rows:
-            half.relax(f, None, step)
-    return [kernel.name for kernel in compiled]
-
-
-@NEEDS_LEAVES
-def test_leaves_that_differ_have_launches_of_their_own():
-    rows = [(*bound(), STEP) for _ in range(4)]
-    assert launches(rows) == [LEAVES]
-    assert launches([*rows, (*bound(offset=1), STEP)]) == [LEAVES, ONE]
-    assert launches([(half, f.bfloat16() if i % 2 else f, step) for i, (half, f, step) in enumerate(rows)]) == 2 * [
-        LEAVES
-    ]
-    other = Coefficients.rounded(0.5)
-    assert launches([*rows, (*bound(), other), (*bound(), STEP), (*bound(), other)]) == 2 * [LEAVES]
-    assert launches(rows[:1]) == [ONE]
-    much = torch.empty(2**29)[:N]  # of which no page is touched
-    rows = [(half, much if i % 2 else f, step) for i, (half, f, step) in enumerate(rows)]
-    assert launches(rows) == [LEAVES]
-    assert launches(rows, "gfx942") == 2 * [LEAVES]
-
-
-@NEEDS_LEAVES
-def test_more_leaves_than_fit_have_several_launches():
-    rows = [(*bound(), STEP) for _ in range(17)]
-    assert launches(rows[:8]) == [LEAVES]
-    assert launches(rows) == [LEAVES, LEAVES, ONE]
-
-
-def test_leaves_are_launched_one_by_one_where_it_is_not_known_what_triton_asks(monkeypatch, by_triton):
-    stub(monkeypatch)
-    monkeypatch.setattr(launch, "is_known", lambda kernel, device: False)
-    relax_together([bound() for _ in range(3)])
-    assert by_triton == 3 * ["_relax_kernel"]
-
-
-def test_leaves_are_launched_one_by_one_where_their_kernels_are_not_compiled(monkeypatch, by_triton):
-    driver = stub(monkeypatch)
-    monkeypatch.setattr(launch, "_VERSION", (3, 6))
-    relax_together([bound() for _ in range(3)])
-    assert by_triton == ["_relax_kernel"]
-    assert len(driver.calls) == 3
-
-
-@NEEDS_LEAVES
-def test_after_an_error_nothing_is_launched_late(monkeypatch, by_triton):
-    driver = stub(monkeypatch)
-    rows = [bound() for _ in range(3)]
-    with pytest.raises(AttributeError):
-        relax_together([*rows, (rows[0][0], "no tensor")])
-    assert not driver.calls
-    relax_together(rows)
-    assert by_triton == ["_relax_leaves_kernel"]
-
-
 @pytest.mark.parametrize("offset", [1, 2])
 def test_a_kernel_for_aligned_pointers_never_gets_others(by_triton, offset):
     torch.manual_seed(0)
@@ -235,7 +129,7 @@ def test_a_kernel_is_never_launched_with_other_constants(monkeypatch, by_triton)
             half.relax(f, None, STEP)
             half.relax_norms(f, None, STEP)
         assert len(by_triton) == 2
-        monkeypatch.setattr(gpu, "RELAX_BLOCK", 512)
+        monkeypatch.setattr(launch, "SMALL", 0)
         half.relax(f, None, STEP)
         monkeypatch.setattr(half_step, "ROWS", 8)
         half._partial = None
@@ -250,9 +144,17 @@ def test_a_kernel_is_never_launched_with_other_constants(monkeypatch, by_triton)
         assert len(by_triton) == 7
 
 
+@pytest.mark.parametrize("n, programs", [(2**18 - 1, 2**10), (2**18, 2**8)])
+def test_small_states_have_small_blocks(monkeypatch, n, programs):
+    driver = stub(monkeypatch)
+    state, f = torch.zeros(1).double().expand(n), torch.zeros(1).expand(n)
+    gpu.HalfStep(state, f).relax(f, None, STEP)
+    assert driver.calls[0][0] == programs
+
+
 def test_a_kernel_is_never_launched_with_a_longer_number_of_elements(by_triton):
     with compiling(TARGETS["sm_90"]):
-        for n in (5000, 2**31 - 1, 2**31, 2**40):
+        for n in (2**18, 2**31 - 1, 2**31, 2**40):
             state, f = torch.zeros(1).double().expand(n), torch.zeros(1).expand(n)
             gpu.HalfStep(state, f).relax(f, None, STEP)
     assert len(by_triton) == 2
@@ -269,7 +171,7 @@ def test_a_kernel_for_little_memory_never_gets_much(by_triton):
 def test_no_kernel_is_specialised_for_the_value_of_a_number():
     """Of which a key holds the types alone."""
     kernels = [k for module in (gpu, gpu_exact) for name, k in vars(module).items() if name.endswith("_kernel")]
-    assert len(kernels) == 16
+    assert len(kernels) == 10
     for kernel in kernels:
         numbers = [p for p in kernel.params if not p.is_constexpr and not p.name.startswith("p_")]
         assert numbers

@@ -3,7 +3,7 @@
 reads, writes: bytes per element, a term for each tensor. Two neighbours share an access: 16 bytes for float64 and
     int64, 8 for float32 and int32, 4 for bfloat16.
 sums: what each of 256 lanes leaves behind, once in 16 rows. alarm: a store that is masked off unless a value is too
-    large.
+    large, once in 16 rows where there are sums.
 f64, fma: float64 instructions and multiply-adds per element, on NVIDIA/AMD where they differ. The source has two
     multiply-adds, of a quotient by way of the reciprocal, on NVIDIA. Others are those of divisions: AMD's in float64,
     and all in float32 where errors are compared.
@@ -22,111 +22,124 @@ from typing import Any
 
 import torch
 from gpu_targets import VERSION
-from machine_code import Statistics
+from machine_code import Statistics, executed
 
-from revdeq.kernels import Coefficients, Radix, backends, half_step
+from revdeq.kernels import Coefficients, Radix, backends, half_step, launch
 
 MEASURED_WITH = (3, 7)
 
 TABLE = """
-kernel                          reads         writes  sums  alarm  f64    fma   registers:     sm_75    sm_80    sm_86    sm_89    sm_90   sm_100   sm_103   sm_120   sm_121   gfx90a   gfx942   gfx950  gfx1100  gfx1200  gfx1201
-relax                           8+4           8+4     -     -      5      0                       56       40       40       40       32       40       32       40       40       48       48       48       48       48       48
-relax, f in float64             8+8           8+8     -     -      3      0                       48       32       40       40       40       40       32       40       40       48       48       48       48       48       48
-relax, f in bfloat16            8+2           8+2     -     -      5      0                       48       32       40       40       40       32       32       40       40       56       56       48       48       48       48
-relax, gamma                    8+4+4         8+4     -     -      8      0                       64       40       48       48       40       40       40       48       48       64       64       64       64       64       64
-relax_norms                     8+4           8+4     8+8   -      10     0                       64       40       40       40       40       40       40       40       40       48       48       48       40       40       40
-invert                          8+4           8+4     -     -      7/15   2/5                     40       40       40       40       40       40       40       40       40       48       48       48       48       48       48
-invert_adjoint                  8+4+4+4       8+4+4   -     -      7/15   2/5                     48       48       48       48       48       48       48       48       48       48       48       48       56       56       56
-invert_adjoint, f in float64    8+8+8+8       8+8+8   -     -      8/16   2/5                     48       48       48       48       48       48       48       48       48       48       48       48       64       64       64
-invert_adjoint, f in bfloat16   8+2+4+2       8+2+4   -     -      7/15   2/5                     48       40       48       48       48       48       48       48       48       48       48       48       64       64       64
-invert_adjoint, gamma           8+4+4+4+4+4   8+4+4   -     -      10/18  2/5                     56       48       48       48       48       48       48       48       48       48       48       48       64       64       64
-invert_compare                  8+4+4+4+4     4       4     -      10/18  7/10                    56       56       56       56       56       56       56       56       56       40       40       40       40       40       40
-exact relax                     8+4           8+4     -     4      0      0                       48       40       40       40       40       40       40       40       40       48       48       48       48       48       48
-exact relax, spill              8+4           8+4+4   -     4      0      0                       48       40       40       40       40       40       40       48       48       40       40       40       40       40       40
-exact relax, gamma              8+4+4         8+4     -     4      0      0                       48       40       40       40       40       40       40       40       40       48       56       56       48       48       48
-exact relax_norms               8+4           8+4     4+4   4      0      0                       48       40       40       40       40       40       40       40       40       48       48       48       40       40       40
-exact invert                    8+4           8+4     -     -      0      0                       40       32       40       40       32       32       32       40       40       40       40       40       40       40       40
-exact invert_adjoint            8+4+4+4       8+4+4   -     -      0      0                       48       40       40       40       40       32       32       40       40       40       40       40       48       48       48
-exact invert_adjoint, spill     8+4+4+4+4     8+4+4   -     -      0      0                       48       32       40       40       32       32       32       40       40       40       40       40       56       56       56
-exact invert_adjoint, gamma     8+4+4+4+4+4   8+4+4   -     -      0      0                       56       32       40       40       32       40       40       40       40       40       40       40       56       48       48
-exact invert_compare            8+4+4+4+4     4       4     -      0      5                       56       40       40       40       40       40       40       40       40       40       40       40       40       40       40
-relax, 4 leaves                 8+4           8+4     -     -      5      0                       56       40       40       40       32       40       32       40       40       48       48       48       56       48       48
-relax_norms, 4 leaves           8+4           8+4     8+8   -      10     0                       64       40       40       40       40       40       40       40       40       64       56       56       48       48       48
-invert_adjoint, 4 leaves        8+4+4+4       8+4+4   -     -      7/15   2/5                     48       48       48       48       48       48       48       48       48       40       56       56       64       64       64
-invert_compare, 4 leaves        8+4+4+4+4     4       4     -      10/18  7/10                    64       48       56       56       56       56       56       56       56       40       32       32       40       40       40
-exact relax, 4 leaves           8+4           8+4     -     4      0      0                       48       40       48       48       40       40       40       40       40       48       48       48       56       56       56
-exact relax_norms, 4 leaves     8+4           8+4     4+4   4      0      0                       48       40       40       40       40       40       40       40       40       48       48       48       40       40       40
-exact invert_adjoint, 4 leaves  8+4+4+4       8+4+4   -     -      0      0                       48       40       40       40       32       32       32       40       40       40       48       48       56       56       56
-exact invert_compare, 4 leaves  8+4+4+4+4     4       4     -      0      5                       56       40       40       40       40       40       40       40       40       40       32       32       40       40       40
+kernel                          reads         writes   sums  alarm  f64    fma   registers:     sm_75    sm_80    sm_86    sm_89    sm_90   sm_100   sm_103   sm_120   sm_121   gfx90a   gfx942   gfx950  gfx1100  gfx1200  gfx1201
+relax                           8+4           8+4      -     -      5      0                       56       40       40       40       40       40       40       40       40       48       48       48       48       48       48
+relax, f in float64             8+8           8+8      -     -      3      0                       48       40       40       40       40       40       40       40       40       48       48       48       48       48       48
+relax, f in bfloat16            8+2           8+2      -     -      5      0                       48       32       40       40       40       40       40       40       40       56       56       48       48       48       48
+relax, gamma                    8+4+4         8+4      -     -      8      0                       64       40       48       48       40       40       40       40       40       64       64       64       64       64       64
+relax, small                    8+4           8+4      -     -      5      0                       24       24       24       24       24       32       24       24       24       16       16       16       16       16       16
+relax_norms                     8+4           8+4      8+8   -      10     0                       64       48       48       48       48       48       48       56       56       72       72       72       72       72       72
+invert                          8+4           8+4      -     -      7/15   2/5                     48       48       48       48       48       40       48       48       48       48       48       48       48       48       48
+invert_adjoint                  8+4+4+4       8+4+4    -     -      7/15   2/5                     48       40       40       40       40       48       48       48       48       48       48       48       56       56       56
+invert_adjoint, f in float64    8+8+8+8       8+8+8    -     -      8/16   2/5                     40       48       48       48       48       48       48       48       48       64       64       64       64       64       64
+invert_adjoint, f in bfloat16   8+2+4+2       8+2+4    -     -      7/15   2/5                     48       48       48       48       48       48       48       48       48       64       64       48       64       64       64
+invert_adjoint, gamma           8+4+4+4+4+4   8+4+4    -     -      10/18  2/5                     48       48       48       48       48       48       48       48       48       56       56       56       64       64       64
+invert_adjoint, small           8+4+4+4       8+4+4    -     -      7/15   2/5                     40       40       40       40       40       40       40       40       40       32       32       32       32       32       32
+invert_adjoint, seed            8+4+4+4       8+4+4+2  -     -      7/15   2/5                     48       48       48       48       48       48       48       48       48       56       56       56       64       64       64
+invert_compare                  8+4+4+4+4     4        4     -      10/18  7/10                    64       56       56       56       56       64       64       64       64       64       64       64       56       56       56
+exact encode                    4             8        -     4      0      0                       32       24       24       24       24       24       24       24       24       40       40       40       32       32       32
+exact decode                    8             4        -     -      0      0                       24       24       24       24       24       24       24       24       24       24       24       24       16       16       16
+exact relax                     8+4           8+4      -     4      0      0                       48       40       48       48       48       48       48       40       40       56       56       56       56       56       56
+exact relax, spill              8+4           8+4+4    -     4      0      0                       40       40       40       40       40       40       40       40       40       48       56       56       48       48       48
+exact relax, gamma              8+4+4         8+4      -     4      0      0                       48       40       48       48       48       48       48       40       40       48       48       48       56       56       56
+exact relax, small              8+4           8+4      -     4      0      0                       32       32       32       32       32       32       32       32       32       32       32       32       32       32       32
+exact relax_norms               8+4           8+4      4+4   4      0      0                       72       56       56       56       64       56       56       72       72       88       88       88       96       96       96
+exact invert                    8+4           8+4      -     -      0      0                       40       32       40       40       32       40       40       40       40       40       40       40       40       40       40
+exact invert_adjoint            8+4+4+4       8+4+4    -     -      0      0                       48       32       40       40       40       40       40       40       40       48       48       48       56       56       56
+exact invert_adjoint, spill     8+4+4+4+4     8+4+4    -     -      0      0                       48       32       40       40       40       40       40       40       40       40       40       40       56       56       56
+exact invert_adjoint, gamma     8+4+4+4+4+4   8+4+4    -     -      0      0                       56       40       40       40       40       48       48       40       40       48       48       48       64       56       56
+exact invert_adjoint, small     8+4+4+4       8+4+4    -     -      0      0                       32       32       40       40       32       32       32       40       40       24       24       24       32       32       32
+exact invert_adjoint, seed      8+4+4+4       8+4+4+2  -     -      0      0                       56       40       40       40       40       40       40       40       40       48       48       48       56       56       56
+exact invert_compare            8+4+4+4+4     4        4     -      0      5                       56       48       48       48       48       48       48       48       48       64       64       64       64       64       64
 """  # noqa: E501
 
-N = 5000  # its value specialises nothing
+FEW, MANY = launch.SMALL - 1, launch.SMALL  # elements: nothing else of their number is compiled for
 
 
-def zeros(dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(N, dtype=dtype, device="cpu")
+def zeros(dtype: torch.dtype, n: int = MANY) -> torch.Tensor:
+    return torch.zeros(1, dtype=dtype, device="cpu").expand(n)
 
 
-def arguments(operation: str, dtype: torch.dtype, step: Any) -> tuple[Any, ...]:
+def arguments(operation: str, dtype: torch.dtype, step: Any, n: int, seed: torch.Tensor | None) -> tuple[Any, ...]:
     """What an operation is called with."""
-    f, adjoint, other = (zeros(t) for t in (dtype, *[torch.promote_types(dtype, torch.float32)] * 2))
-    floor = torch.ones((), device="cpu")
+    f, adjoint, other = (zeros(t, n) for t in (dtype, *[torch.promote_types(dtype, torch.float32)] * 2))
+    read, vjp, floor = zeros(dtype, n), zeros(dtype, n), torch.ones((), device="cpu")
     return {
-        "relax": (f, zeros(dtype), step),
-        "relax_norms": (f, zeros(dtype), step),
+        "relax": (f, read, step),
+        "relax_norms": (f, read, step),
         "invert": (f, step),
-        "invert_adjoint": (f, adjoint, zeros(dtype), other, step, step),
-        "invert_compare": (f, zeros(dtype), floor, adjoint, zeros(dtype), other, step, step),
+        "invert_adjoint": (f, adjoint, vjp, other, step, step, seed),
+        "invert_compare": (f, read, floor, adjoint, vjp, other, step, step, seed),
     }[operation]
 
 
 def float64_state(
-    operation: str, dtype: torch.dtype = torch.float32, beta: float = 0.8, gamma: float = 1.0, leaves: int = 1
+    operation: str,
+    dtype: torch.dtype = torch.float32,
+    beta: float = 0.8,
+    gamma: float = 1.0,
+    n: int = MANY,
+    seed: torch.Tensor | None = None,
 ) -> None:
     """Launches an operation on the float64 state."""
-    with backends.together(leaves):
-        for _ in range(leaves):
-            bound = backends.gpu.HalfStep(zeros(torch.float64), zeros(dtype))
-            getattr(bound, operation)(*arguments(operation, dtype, Coefficients.rounded(beta, gamma)))
+    bound = backends.gpu.HalfStep(zeros(torch.float64, n), zeros(dtype, n))
+    getattr(bound, operation)(*arguments(operation, dtype, Coefficients.rounded(beta, gamma), n, seed))
 
 
-def exact_state(operation: str, beta: float = 0.8, gamma: float = 1.0, spill: bool = False, leaves: int = 1) -> None:
+def exact_state(
+    operation: str,
+    beta: float = 0.8,
+    gamma: float = 1.0,
+    n: int = MANY,
+    seed: torch.Tensor | None = None,
+    spill: bool = False,
+) -> None:
     """The same on the integer state."""
     radix = Radix.nearest(beta, 24, gamma)
-    with backends.together(leaves):
-        for _ in range(leaves):
-            state, copy, aside = zeros(torch.int64), zeros(torch.float32), [zeros(torch.int32)]
-            bound = backends.gpu_exact.HalfStep(state, copy, [radix] * 64, aside)
-            bound.done = (radix.free_half_steps if spill else 0) + operation.startswith("invert")
-            getattr(bound, operation)(*arguments(operation, torch.float32, radix))
+    state, copy, aside = zeros(torch.int64, n), zeros(torch.float32, n), [zeros(torch.int32, n)]
+    bound = backends.gpu_exact.HalfStep(state, copy, [radix] * 64, aside)
+    bound.done = (radix.free_half_steps if spill else 0) + operation.startswith("invert")
+    getattr(bound, operation)(*arguments(operation, torch.float32, radix, n, seed))
 
+
+RADIX = Radix.nearest(0.8, 24)
 
 LAUNCHES: dict[str, Callable[[], None]] = {
     "relax": functools.partial(float64_state, "relax"),
     "relax, f in float64": functools.partial(float64_state, "relax", torch.float64),
     "relax, f in bfloat16": functools.partial(float64_state, "relax", torch.bfloat16),
     "relax, gamma": functools.partial(float64_state, "relax", gamma=1.3),
+    "relax, small": functools.partial(float64_state, "relax", n=FEW),
     "relax_norms": functools.partial(float64_state, "relax_norms"),
     "invert": functools.partial(float64_state, "invert"),
     "invert_adjoint": functools.partial(float64_state, "invert_adjoint"),
     "invert_adjoint, f in float64": functools.partial(float64_state, "invert_adjoint", torch.float64),
     "invert_adjoint, f in bfloat16": functools.partial(float64_state, "invert_adjoint", torch.bfloat16),
     "invert_adjoint, gamma": functools.partial(float64_state, "invert_adjoint", gamma=1.3),
+    "invert_adjoint, small": functools.partial(float64_state, "invert_adjoint", n=FEW),
+    "invert_adjoint, seed": functools.partial(float64_state, "invert_adjoint", seed=zeros(torch.bfloat16)),
     "invert_compare": functools.partial(float64_state, "invert_compare"),
+    "exact encode": lambda: backends.gpu_exact.HalfStep.encoded(*[zeros(torch.float32)] * 2, RADIX),
+    "exact decode": lambda: backends.gpu_exact.HalfStep.decoded(zeros(torch.int64), torch.float32, RADIX),
     "exact relax": functools.partial(exact_state, "relax"),
     "exact relax, spill": functools.partial(exact_state, "relax", spill=True),
     "exact relax, gamma": functools.partial(exact_state, "relax", gamma=1.3),
+    "exact relax, small": functools.partial(exact_state, "relax", n=FEW),
     "exact relax_norms": functools.partial(exact_state, "relax_norms"),
     "exact invert": functools.partial(exact_state, "invert"),
     "exact invert_adjoint": functools.partial(exact_state, "invert_adjoint"),
     "exact invert_adjoint, spill": functools.partial(exact_state, "invert_adjoint", spill=True),
     "exact invert_adjoint, gamma": functools.partial(exact_state, "invert_adjoint", gamma=1.3),
+    "exact invert_adjoint, small": functools.partial(exact_state, "invert_adjoint", n=FEW),
+    "exact invert_adjoint, seed": functools.partial(exact_state, "invert_adjoint", seed=zeros(torch.bfloat16)),
     "exact invert_compare": functools.partial(exact_state, "invert_compare"),
-}
-LAUNCHES |= {
-    f"{state}{operation}, 4 leaves": functools.partial(launch, operation, leaves=4)
-    for state, launch in {"": float64_state, "exact ": exact_state}.items()
-    for operation in ("relax", "relax_norms", "invert_adjoint", "invert_compare")
 }
 
 
@@ -150,13 +163,27 @@ class Budget:
         """Of two elements, that a thread goes through."""
         if self.sums:
             return half_step.ROWS
+        if "small" in self.kernel:
+            return launch.SMALL_BLOCK // half_step.LANES
         if self.integers:
             return backends.gpu_exact.BLOCK // half_step.LANES
         return (backends.gpu.INVERT_BLOCK if "invert" in self.kernel else backends.gpu.RELAX_BLOCK) // half_step.LANES
 
     def rows_in(self, found: Statistics) -> int:
-        """As many as there are 16-byte loads for. Of a loop, those that the compiler has unrolled."""
-        return found.accesses["load", 16] // sum(size == 8 for size in self.reads)
+        """As many as there are 16-byte accesses for. Of a loop, those that the compiler has unrolled."""
+        return self._rows(found.accesses)
+
+    def _rows(self, accesses: Counter) -> int:
+        kind, sizes = ("load", self.reads) if 8 in self.reads else ("store", self.writes)
+        return accesses[kind, 16] // sum(size == 8 for size in sizes)
+
+    def passes(self, kernel: Any) -> int:
+        """How often a thread goes through the loop for all rows, of which some may be before it."""
+
+        def rows(passes: int) -> int:
+            return self._rows(Counter(it.access for it in executed(kernel, passes)))
+
+        return 1 if rows(1) == self.rows else 1 + (self.rows - rows(1)) // (rows(2) - rows(1))
 
     @property
     def bytes_read(self) -> float:
@@ -197,7 +224,7 @@ class Budget:
                 accesses[kind, 2 * size] += count
         if "compare" in self.kernel and not amd:  # AMD has scalar loads for what all threads share
             accesses["load", 4] += 1
-        alarms = Counter({("store", size): 2 * rows for size in self.alarm})
+        alarms = Counter({("store", size): 2 if self.sums else 2 * rows for size in self.alarm})
         return Statistics(
             registers=self.registers[target],
             spilled=0,

@@ -104,7 +104,8 @@ END = -1
 
 
 def successors(index, places, code):
-    """Of an instruction. Calls come back, and a wavefront always has a lane that is active."""
+    """Of an instruction. Calls come back, unless there is nothing that returns: then one leaves a loop. A wavefront
+    always has a lane that is active."""
     it, following = code[index], index + 1
     if it.opcode.startswith("EXIT"):
         return [END, following] if it.guarded else [END]
@@ -114,6 +115,9 @@ def successors(index, places, code):
         *conditions, target = it.operands.split(", ")
         there = places[int(target.strip(" `()"), 16)]
         return [there, following] if it.guarded or conditions else [there]
+    if it.opcode.startswith("CALL.REL") and not any(other.opcode.startswith("RET") for other in code):
+        there = places[int(it.operands.strip(" `()"), 16)]
+        return [there, following] if it.guarded else [there]
     if it.opcode in ("s_branch", "s_cbranch_execnz"):
         return [places[it.operands]]
     if it.opcode.startswith("s_cbranch") and it.opcode != "s_cbranch_execz":
@@ -125,7 +129,8 @@ def successors(index, places, code):
 
 def full_block(places, code):
     """The places of the instructions that a thread executes in a full block: the cheapest way, by accesses and then by
-    length."""
+    length. Wide are its loads, or, of a kernel that reads short numbers alone, its stores."""
+    widest = ("load" if any(it.access == ("load", 16) for it in code) else "store"), 16
     queue, done = [((0, 0), 0, False, None)], set()
     while queue:
         cost, index, wide, way = heapq.heappop(queue)
@@ -137,11 +142,11 @@ def full_block(places, code):
             continue
         done.add((index, wide))
         access = code[index].access
-        wide = wide or access == ("load", 16)
+        wide = wide or access == widest
         cost = (cost[0] + (access is not None), cost[1] + 1)
         for following in successors(index, places, code):
             heapq.heappush(queue, (cost, following, wide, (index, way)))
-    raise AssertionError("no way through the kernel makes a 16-byte load")
+    raise AssertionError("no way through the kernel makes a 16-byte access")
 
 
 def _unrolled(way):

@@ -1,4 +1,4 @@
-"""The half-steps as registered operators, for those who call or trace them."""
+"""Which backend runs, and what is said where one cannot."""
 
 import contextlib
 import warnings
@@ -10,104 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import revdeq
 from revdeq import kernels
 from revdeq.kernels import Coefficients, backends, cpu, reference
-
-
-def arguments(operation, shape=(33, 7), dtype=torch.float32, permuted=False):
-    def tensor(dtype):
-        x = torch.randn(shape, dtype=torch.float64).to(dtype)
-        return x.t().contiguous().t() if permuted else x
-
-    state, f, copy = tensor(torch.float64), tensor(dtype), tensor(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    extra = (tensor(wide), tensor(dtype)) if operation in ("invert_adjoint", "invert_compare") else ()
-    return (state, f, copy, *extra, 0.5)
-
-
-OPERATIONS = ("relax", "relax_norms", "invert", "invert_adjoint", "invert_compare")
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("permuted", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(operation, permuted, dtype):
-    torch.library.opcheck(getattr(torch.ops.revdeq, operation).default, arguments(operation, (33, 7), dtype, permuted))
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_operator_is_the_reference(operation):
-    args = arguments(operation)
-    ours, theirs = [x.clone() for x in args[:-1]], [x.clone() for x in args[:-1]]
-    returned = getattr(kernels, operation)(*ours, 0.5)
-    step = Coefficients.rounded(0.5)
-    state, f, copy, *adjoints = theirs
-    bound, floor = reference.HalfStep(state, copy), torch.tensor(1e-30)
-    expected = {
-        "relax": lambda: bound.relax(f, None, step),
-        "relax_norms": lambda: bound.relax_norms(f, None, step),
-        "invert": lambda: bound.invert(f, step),
-        "invert_adjoint": lambda: bound.invert_adjoint(f, *adjoints, None, step, step),
-        "invert_compare": lambda: bound.invert_compare(f, copy, floor, *adjoints, None, step, step),
-    }[operation]()
-    assert all(map(torch.equal, ours, theirs))
-    assert returned is expected is None or torch.equal(returned, expected)
-
-
-def test_the_second_coefficient_of_the_operators():
-    """There, and back with the copy that f read: the state returns, and the adjoint gets its share of the other."""
-    state, f, copy, adjoint, vjp, read, other = torch.randn(7, 50).double(), *torch.randn(6, 7, 50)
-    before, expected = state.clone(), reference.HalfStep(state.clone(), copy.clone())
-    step = Coefficients.rounded(0.8, 1.3)
-    expected.relax(f, read, step)
-    kernels.relax(state, f, copy, 0.8, 1.3, read)
-    assert torch.equal(state, expected.state) and torch.equal(copy, expected.copy)
-    follows = step.a * adjoint + step.b * vjp + step.c * other
-    copy.copy_(read)
-    kernels.invert_adjoint(state, f, copy, adjoint, vjp, 0.8, 1.3, other)
-    torch.testing.assert_close(state, before)
-    assert torch.equal(adjoint, follows)
-    worst = kernels.invert_compare(expected.state, f, before.float(), adjoint, vjp, 0.8, 1.0, 1.3, read, other)
-    assert worst.view(torch.float32).max() < 1e-6
-
-
-def test_operators_can_be_compiled_into_one_graph():
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def step(state, f, copy):
-        kernels.relax(state, f * 2, copy, 0.5)
-        return copy + 1
-
-    state, f, copy, _ = arguments("relax")
-    expected = 0.5 * state + 0.5 * (2 * f).double()
-    assert torch.equal(step(state, f, copy), expected.float() + 1)
-    assert torch.equal(state, expected)
-
-
-def test_bad_arguments_are_named():
-    state, f, copy = torch.zeros(4, dtype=torch.float64), torch.zeros(4), torch.zeros(4)
-    adjoint, vjp = torch.zeros(4), torch.zeros(4)
-    with pytest.raises(TypeError, match="state is torch.float32: it must be torch.float64"):
-        kernels.relax(torch.zeros(4), f, copy, 0.5)
-    with pytest.raises(ValueError, match=r"f has shape \(5,\).*\(4,\)"):
-        kernels.relax(state, torch.zeros(5), copy, 0.5)
-    with pytest.raises(TypeError, match="f is torch.int64"):
-        kernels.invert(state, f.long(), copy, 0.5)
-    with pytest.raises(ValueError, match="beta is 1.0"):
-        kernels.relax_norms(state, f, copy, 1.0)
-    with pytest.raises(ValueError, match="copy has strides"):
-        kernels.relax(state.view(2, 2), f.view(2, 2), copy.view(2, 2).t(), 0.5)
-    with pytest.raises(ValueError, match="state has shape .* must be dense"):
-        kernels.relax(torch.zeros(8, dtype=torch.float64)[::2], f, copy, 0.5)
-    with pytest.raises(TypeError, match="adjoint is torch.float64 and vjp is torch.float32.*must be torch.float32"):
-        kernels.invert_adjoint(state, f, copy, adjoint.double(), vjp, 0.5)
-    with pytest.raises(ValueError, match="adjoint has strides"):
-        kernels.invert_adjoint(*(x.view(2, 2) for x in (state, f, copy)), adjoint.view(2, 2).t(), vjp.view(2, 2), 0.5)
-    with pytest.raises(ValueError, match="gamma is 2.0"):
-        kernels.relax(state, f, copy, 0.5, 2.0)
-    with pytest.raises(ValueError, match="read is None.*gamma"):
-        kernels.relax(state, f, copy, 0.5, 1.3)
-    with pytest.raises(ValueError, match=r"f .*gradient.*f.detach\(\)"):
-        kernels.relax(state, torch.zeros(4, requires_grad=True), copy, 0.5)
-    with pytest.raises(ValueError, match=r"copy .*gradient.*copy.detach\(\)"):
-        kernels.relax(state, f, torch.zeros(4, requires_grad=True), 0.5)
 
 
 def test_a_backend_must_be_known(monkeypatch):
@@ -260,7 +162,7 @@ def test_a_first_launch_that_a_recording_does_not_allow_says_what_to_do(monkeypa
     half = backends.gpu.HalfStep(state, copy)
     with pytest.raises(RuntimeError, match="operation not permitted"):
         half.relax(copy, None, Coefficients.rounded(0.5))
-    monkeypatch.setattr(backends.launch, "is_capturing", lambda device: True)
+    monkeypatch.setattr("revdeq.kernels.launch.is_capturing", lambda device: True)
     message = r"_relax_kernel cannot be compiled or loaded .* \(RuntimeError\): run what is recorded once before"
     with pytest.raises(RuntimeError, match=message):
         half.relax(copy, None, Coefficients.rounded(0.5))
