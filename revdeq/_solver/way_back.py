@@ -71,6 +71,7 @@ class WayBack:
         self._spares_seeds: bool | None = None  # not known before the first product
         self._seeds: list[tuple[Tensor, int, Tensor]] = []  # the last ones, with their versions, and the adjoints
         self._maxima: State = []
+        self._ready: list[Tensor | None] = []  # seeds that were written with the adjoints
         self._slopes: dict[int, tuple[Tensor, Tensor]] = {}  # of the loss by b and by c of half-steps
 
     def undo(self, home: Home, k: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -115,6 +116,7 @@ class WayBack:
 
     def _add(self, k: int, grads: Sequence[Tensor | None]) -> None:
         """To the adjoint of a state, gradients that have come to it from outside."""
+        self._ready = []
         for i, g in enumerate(grads):
             if g is not None:
                 self._adjoint()[k % 2][i].add_(g.to_dense(), alpha=self._scheme.at(k).b)
@@ -129,15 +131,22 @@ class WayBack:
         k, tape, adjoint = self.at - 1, self._tape, self._adjoint()
         step, adjoint_step = self._scheme.at(k), self._scheme.adjoint_at(k - 1, 2 * tape.steps)
         products = dense(grads, self._read)
-        rows = zip(self._half_steps[k % 2], self._apart(), adjoint[1 - k % 2], products, adjoint[k % 2], strict=True)
+        outputs, mine = self._apart(), adjoint[1 - k % 2]
+        rows = zip(self._half_steps[k % 2], outputs, mine, products, adjoint[k % 2], strict=True)
+        # Where f computes in another dtype than adjoints are kept in, the same pass writes the next seed.
+        self._ready = [
+            torch.empty_like(a, dtype=out.dtype) if out.dtype != a.dtype else None
+            for a, out in zip(mine, outputs, strict=True)
+        ]
         if tape.learns:
             self._note_slopes(k, self._read, sign=1)
         if k > 1 or not self._sizes:
-            for half_step, out, a, product, other in rows:
-                half_step.invert_adjoint(out, a, product, other, step, adjoint_step)
+            for (half_step, *tensors), seed in zip(rows, self._ready, strict=True):
+                half_step.invert_adjoint(*tensors, step, adjoint_step, seed)
         else:
-            for (half_step, out, *of_adjoint), x, size in zip(rows, tape.z0, self._sizes, strict=True):
-                self._maxima.append(half_step.invert_compare(out, x, size, *of_adjoint, step, adjoint_step))
+            known = zip(rows, tape.z0, self._sizes, self._ready, strict=True)
+            for (half_step, out, *of_adjoint), x, size, seed in known:
+                self._maxima.append(half_step.invert_compare(out, x, size, *of_adjoint, step, adjoint_step, seed))
         if k == 1:  # the initial state is known: use it, not its reconstruction
             for x, initial in zip(self._read, tape.z0, strict=True):
                 x.copy_(initial)
@@ -275,8 +284,12 @@ class WayBack:
         if self.adjoint is None:
             return [None] * len(self._outputs)
         adjoint = self.adjoint[which]
-        copy = not self._spares_seeds
-        seeds = [a.to(out.dtype, copy=copy) for a, out in zip(adjoint, self._outputs, strict=True)]
+        copy, ready = not self._spares_seeds, self._ready or [None] * len(adjoint)
+        seeds = [
+            a.to(out.dtype, copy=copy) if seed is None or seed.dtype != out.dtype else seed
+            for a, out, seed in zip(adjoint, self._outputs, ready, strict=True)
+        ]
+        self._ready = []
         self._seeds = [(x, x._version, a) for x, a in zip(seeds, adjoint, strict=True)]
         return seeds
 
