@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .blocks import ConvBlock, TransformerBlock
+from .caches import Cache
 from .equilibrium import Equilibrium
 from .explicit import PuzzleNet, ResNet, Transformer, count_parameters
 from .image import MultiScale, SingleScale
@@ -30,6 +31,7 @@ MODELS: dict[str, type[nn.Module]] = {
 
 __all__ = [
     "MODELS",
+    "Cache",
     "ConvBlock",
     "Equilibrium",
     "LanguageModel",
