@@ -60,6 +60,10 @@ class Cache:
             kept.narrow(-2, caches.begin, x.shape[-2]).copy_(x)
         return [kept.narrow(-2, 0, caches.end) for kept in slot]
 
+    def kept(self) -> list[Tensor]:
+        """All that it holds, with room for what is to come."""
+        return [x for slot in self._slots for x in slot]
+
     def again(self) -> "Cache":
         """At the beginning of an evaluation."""
         self._next = 0
@@ -103,4 +107,4 @@ class Caches:
 
     @property
     def bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for cache in self._each for slot in cache._slots for x in slot)
+        return sum(x.numel() * x.element_size() for cache in self._each for x in cache.kept())
