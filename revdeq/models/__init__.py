@@ -12,6 +12,7 @@ from torch import nn
 
 from .blocks import ConvBlock, TransformerBlock
 from .caches import Cache
+from .decoding import DecodingModel
 from .equilibrium import Equilibrium
 from .explicit import PuzzleNet, ResNet, Transformer, count_parameters
 from .image import MultiScale, SingleScale
@@ -33,6 +34,7 @@ __all__ = [
     "MODELS",
     "Cache",
     "ConvBlock",
+    "DecodingModel",
     "Equilibrium",
     "LanguageModel",
     "MultiScale",

@@ -16,6 +16,23 @@ class Cache:
 
     Attributes:
         positions: Of the positions that are evaluated now, (T,) or (B, T), for a block that encodes them itself.
+
+    Example:
+        >>> class Attends(nn.Module):
+        ...     def __init__(self, d):
+        ...         super().__init__()
+        ...         self.qkv, self.norm = nn.Linear(d, 3 * d), nn.LayerNorm(d)
+        ...
+        ...     def forward(self, z, x, cache=None):
+        ...         q, k, v = (t.unsqueeze(1) for t in self.qkv(z + x).chunk(3, -1))  # one head: (B, 1, T, d)
+        ...         if cache is None:
+        ...             attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        ...         else:
+        ...             attended = cache.attend(q, k, v)
+        ...         return self.norm(x + attended.squeeze(1))
+        >>> model = revdeq.models.LanguageModel(vocabulary=100, d=16, length=32, block=Attends)
+        >>> model.generate(torch.tensor([[5, 3, 8]]), max_new_tokens=4).shape
+        torch.Size([1, 7])
     """
 
     def __init__(self, caches: "Caches") -> None:
@@ -48,7 +65,7 @@ class Cache:
 
         Returns:
             The same of all positions, (B, ..., all, size). Where prompts differ in length, the first ones may be
-            padding: `mask` of the model's caches leaves them out in `attend`.
+            padding, which `attend` leaves out.
         """
         caches = self._caches
         if self._next == len(self._slots):
@@ -60,11 +77,11 @@ class Cache:
             kept.narrow(-2, caches.begin, x.shape[-2]).copy_(x)
         return [kept.narrow(-2, 0, caches.end) for kept in slot]
 
-    def kept(self) -> list[Tensor]:
+    def _kept(self) -> list[Tensor]:
         """All that it holds, with room for what is to come."""
         return [x for slot in self._slots for x in slot]
 
-    def again(self) -> "Cache":
+    def _again(self) -> "Cache":
         """At the beginning of an evaluation."""
         self._next = 0
         return self
@@ -103,8 +120,8 @@ class Caches:
         """The cache of evaluation k."""
         while k >= len(self._each):
             self._each.append(Cache(self))
-        return self._each[k].again()
+        return self._each[k]._again()
 
     @property
     def bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for cache in self._each for x in cache.kept())
+        return sum(x.numel() * x.element_size() for cache in self._each for x in cache._kept())

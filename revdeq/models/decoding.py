@@ -41,15 +41,20 @@ class Draw(NamedTuple):
 
 
 class DecodingModel(Model):
-    """A language model that writes text. It has an `embed`, and is called with tokens (B, T)."""
+    """What `LanguageModel` and `Transformer` have in common: they write text, token by token.
+
+    Example:
+        >>> issubclass(revdeq.models.LanguageModel, revdeq.models.DecodingModel)
+        True
+    """
 
     embed: Any
 
-    def decoded(self, tokens: Tensor, caches: Caches) -> Tensor:
+    def _decoded(self, tokens: Tensor, caches: Caches) -> Tensor:
         """The logits after the last of these tokens, which follow those in the caches."""
         raise NotImplementedError
 
-    def why_not_cached(self) -> str | None:
+    def _why_not_cached(self) -> str | None:
         """Why the whole sequence has to be evaluated for every token, if it has to."""
         return None
 
@@ -170,7 +175,7 @@ class Decoder:
         self.model, self.length, self._slide = model, model.embed.length, slide
         self._prompts, self._new, self._most = prompts, list[Tensor](), most
         self._starts = [max(0, len(row) - self.length) for row in prompts]
-        why_not = model.why_not_cached() if use_cache else None
+        why_not = model._why_not_cached() if use_cache else None
         if why_not:
             warnings.warn(f"every token evaluates the whole sequence: {why_not}", stacklevel=2)
         self._is_cached = use_cache and not why_not
@@ -185,7 +190,7 @@ class Decoder:
         longest = max(len(row) - start for row, start in zip(self._prompts, self._starts, strict=True)) + len(self._new)
         if self._is_cached and self.caches is not None and longest <= self.length:
             self.caches.advance(1)
-            return self.model.decoded(self._new[-1][:, None], self.caches)
+            return self.model._decoded(self._new[-1][:, None], self.caches)
         windows = self._windows()
         longest = max(map(len, windows))
         if not self._is_cached:  # no position depends on the padding after it
@@ -196,7 +201,7 @@ class Decoder:
         padding = torch.tensor([longest - len(row) for row in windows], device=padded.device)
         self.caches = Caches(min(self.length, longest + self._most - len(self._new)), padding)
         self.caches.advance(longest)
-        return self.model.decoded(padded, self.caches)
+        return self.model._decoded(padded, self.caches)
 
     def _windows(self) -> list[Tensor]:
         """What the model reads of each text."""

@@ -80,7 +80,7 @@ class Equilibrium(RevDEQ):
         f.inputs.clear()
         return z
 
-    def cached(self, x: Tensor, caches: Caches) -> Tensor:
+    def _cached(self, x: Tensor, caches: Caches) -> Tensor:
         """The same at positions that follow those in the caches, of which every evaluation has one. No gradient."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()

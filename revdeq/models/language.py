@@ -72,11 +72,11 @@ class LanguageModel(EquilibriumModel, DecodingModel):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.embed.logits(self.equilibrium(self.embed(tokens)))
 
-    def decoded(self, tokens: Tensor, caches: Caches) -> Tensor:
-        z = self.equilibrium.cached(self.embed(tokens, caches.positions), caches)
+    def _decoded(self, tokens: Tensor, caches: Caches) -> Tensor:
+        z = self.equilibrium._cached(self.embed(tokens, caches.positions), caches)
         return self.embed.logits(z[:, -1])
 
-    def why_not_cached(self) -> str | None:
+    def _why_not_cached(self) -> str | None:
         equilibrium = self.equilibrium
         if not takes_a_cache(equilibrium.f):
             return f"{type(equilibrium.f).__name__} takes no cache; let its forward take (self, z, x, cache=None)"

@@ -683,9 +683,9 @@ def test_greedy_text_is_that_of_the_whole_sequence(name, settings):
 
 def test_a_full_window_that_moves_on_far_is_seldom_evaluated_again(monkeypatch):
     widths, model = [], small("language")
-    decoded = LanguageModel.decoded
+    decoded = LanguageModel._decoded
     monkeypatch.setattr(
-        LanguageModel, "decoded", lambda self, x, caches: widths.append(x.shape[1]) or decoded(self, x, caches)
+        LanguageModel, "_decoded", lambda self, x, caches: widths.append(x.shape[1]) or decoded(self, x, caches)
     )
     model.generate([[1]], LENGTH + 8, slide=4)
     assert widths == [1] * LENGTH + [LENGTH - 3, 1, 1, 1] * 2
