@@ -205,7 +205,8 @@ def generate(parser: argparse.ArgumentParser) -> Run:
             if arguments.prompt:
                 raise SettingError("--prompt and --batch: give one of them")
             try:
-                prompts = arguments.batch.read_text(encoding="utf-8").splitlines()
+                with arguments.batch.open(encoding="utf-8") as file:
+                    prompts = [line.rstrip("\n") for line in file]
             except (OSError, UnicodeDecodeError) as error:
                 raise SettingError(f"--batch {arguments.batch} cannot be read: {error}") from error
         pieces = generate.generate(
