@@ -216,6 +216,37 @@ def dial(numbers, n=8):
     return markdown([f"over the stored graph, N = {n}", *header], rows)
 
 
+def decode(numbers):
+    cases = [(prompts, length) for length in (64, 512) for prompts in (1, 8, 64)]
+
+    def row(label, text):
+        return [label, *(text(f"decode, {prompts} prompts", prompts, length) for prompts, length in cases)]
+
+    def speed(provider):
+        return lambda case, prompts, length: f"{prompts / numbers.median(case, provider, length):,.0f}"
+
+    def ratio(case, _, length):
+        return f"{numbers.median(case, 'equilibrium', length, 'of an explicit evaluation'):.2f}"
+
+    def gain(case, _, length):
+        return f"{numbers.median(case, 'equilibrium', length, 'times as fast as the whole sequence'):.0f}x"
+
+    def memory(case, _, length):
+        return f"{numbers.median(case, 'equilibrium', length, 'bytes') / 2**20:,.0f} MiB"
+
+    rows = [
+        row("equilibrium, 8 evaluations, with caches", speed("equilibrium")),
+        row("the same without caches", speed("whole sequence")),
+        row("explicit, 8 evaluations of one layer, with caches", speed("explicit, looped")),
+        row("explicit, 2 layers, as many parameters, with caches", speed("explicit")),
+        row("our time for an evaluation over the explicit one's", ratio),
+        row("caches make it faster by", gain),
+        row("our caches", memory),
+    ]
+    header = [f"{length} positions, {prompts} prompt{'s' * (prompts > 1)}" for prompts, length in cases]
+    return markdown(["tokens per second", *header], rows)
+
+
 PREDICTED = "relax", "relax_norms", "invert_adjoint"
 LIMITS = "bandwidth", "issue", "float64", "integers"
 
@@ -250,6 +281,7 @@ TABLES = {
     "convergence": convergence,
     "implicit": implicit,
     "dial": dial,
+    "decode": decode,
     "predicted": predicted,
 }
 

@@ -1,7 +1,7 @@
 """Every benchmark, into bench/results/<device>/: one table (results.csv), plots, and the machine they were made on.
 
 make bench                 # all of it: under ten minutes on two cores
-make bench ONLY=update     # one of update, launch, host, step, breakdown, predict, convergence, dial
+make bench ONLY=update     # one of update, launch, host, step, breakdown, predict, convergence, dial, decode
 make bench QUICK=1         # a minute, into a table of its own (quick.csv)
 """
 
@@ -38,6 +38,7 @@ PARTS = {
     "predict": [str(HERE / "predict.py")],
     "convergence": [str(HERE / "convergence.py")],
     "dial": [str(HERE / "dial.py")],
+    "decode": [str(HERE / "decode.py")],
 }
 
 BENCHMARKS = {
@@ -49,6 +50,7 @@ BENCHMARKS = {
     "predict": ("predicted ",),
     "convergence": ("residual", "gradient, "),
     "dial": ("dial, ",),
+    "decode": ("decode, ",),
 }
 """How the names of a part's benchmarks begin."""
 

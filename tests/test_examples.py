@@ -17,6 +17,7 @@ from revdeq.examples import ddp
 FOLDER = Path(revdeq.examples.__path__[0])
 NOTEBOOK = FOLDER / "rented_gpu.ipynb"
 NAMES = [path.stem for path in Path(revdeq.examples.__path__[0]).glob("*.py") if not path.stem.startswith("_")]
+NEED_NONE = ("looped_transformer", "text")
 
 
 def test_the_examples_are_listed():
@@ -28,7 +29,7 @@ def test_the_examples_are_listed():
     assert "pip install 'revdeq[demo,torchdeq]'" in result.stdout
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "looped_transformer"])  # which needs none
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NEED_NONE])
 def test_an_example_names_the_extras_that_it_needs(monkeypatch, name):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("RANK", "0")
@@ -74,6 +75,12 @@ def test_a_looped_transformer_sorts_better_the_longer_it_thinks():
     assert training[-1][1] < 0.2 * training[0][1]  # the loss
     assert [steps for steps, _ in (one, two, four, eight)] == [1, 2, 4, 8]
     assert four[1] > 85 and four[1] > one[1]
+
+
+def test_a_looped_transformer_of_ones_own_writes_the_same_with_caches():
+    *training, cached, whole = run("text")
+    assert training[-1][1] < 0.2  # the loss
+    assert cached[0] == whole[0] > 95
 
 
 def test_a_model_is_tuned_in_bfloat16_from_a_checkpoint_in_float32():

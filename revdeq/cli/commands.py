@@ -6,8 +6,10 @@ help. What a command needs is imported when it runs.
 
 import argparse
 import importlib.util
+import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,11 +173,24 @@ def generate(parser: argparse.ArgumentParser) -> Run:
     """text from a trained language model"""
     _model_option(parser)
     parser.add_argument("--prompt", default="", help="what the text begins with")
+    parser.add_argument(
+        "--batch",
+        type=Path,
+        metavar="FILE",
+        help="a prompt in each line; prints a JSON string in each line",
+    )
     parser.add_argument("--tokens", type=int, default=100, help="how many to add (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest always (default: %(default)s)")
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
     parser.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest with this probability together")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+    parser.add_argument(
+        "--slide",
+        type=int,
+        default=1,
+        metavar="S",
+        help="by how much a full window moves on; more is faster, and forgets S tokens at once (default: %(default)s)",
+    )
     parser.add_argument("--data", type=Path, help="where GPT-2's encoding is (default: where the training found it)")
     _device_option(parser)
     _block_option(parser)
@@ -183,11 +198,21 @@ def generate(parser: argparse.ArgumentParser) -> Run:
 
     def run(arguments: argparse.Namespace) -> int:
         from ..training import generate
+        from ..training.presets import SettingError
 
+        prompts = [arguments.prompt]
+        if arguments.batch is not None:
+            if arguments.prompt:
+                raise SettingError("--prompt and --batch: give one of them")
+            try:
+                with arguments.batch.open(encoding="utf-8") as file:
+                    prompts = [line.rstrip("\n") for line in file]
+            except (OSError, UnicodeDecodeError) as error:
+                raise SettingError(f"--batch {arguments.batch} cannot be read: {error}") from error
         pieces = generate.generate(
             arguments.run_folder,
             arguments.data,
-            arguments.prompt,
+            prompts,
             arguments.tokens,
             arguments.temperature,
             arguments.seed,
@@ -195,11 +220,20 @@ def generate(parser: argparse.ArgumentParser) -> Run:
             arguments.top_p,
             arguments.device,
             _changes(arguments),
+            arguments.slide,
         )
-        print(arguments.prompt, end="", flush=True)
-        for piece in pieces:
-            print(piece, end="", flush=True)
-        print()
+        begin, texts = time.perf_counter(), list(prompts)
+        if arguments.batch is None:
+            print(arguments.prompt, end="", flush=True)
+        for added in pieces:
+            if arguments.batch is None:
+                print(added[0], end="", flush=True)
+            else:
+                texts = [text + piece for text, piece in zip(texts, added, strict=True)]
+        seconds = time.perf_counter() - begin
+        print(*(json.dumps(text, ensure_ascii=False) for text in texts if arguments.batch is not None), sep="\n")
+        count = arguments.tokens * len(prompts)
+        print(f"{count:,} tokens in {seconds:.1f} s, {count / seconds:,.0f} per second", file=sys.stderr)
         return 0
 
     return _guarded(run)

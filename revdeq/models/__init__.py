@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from .blocks import ConvBlock, TransformerBlock
+from .caches import Cache
+from .decoding import DecodingModel
 from .equilibrium import Equilibrium
 from .explicit import PuzzleNet, ResNet, Transformer, count_parameters
 from .image import MultiScale, SingleScale
@@ -30,7 +32,9 @@ MODELS: dict[str, type[nn.Module]] = {
 
 __all__ = [
     "MODELS",
+    "Cache",
     "ConvBlock",
+    "DecodingModel",
     "Equilibrium",
     "LanguageModel",
     "MultiScale",

@@ -12,6 +12,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .caches import Cache
+
 CHANNELS_PER_GROUP = 16
 """Of GroupNorm, as in the authors' code; the paper does not say."""
 
@@ -101,18 +103,18 @@ class TransformerBlock(nn.Module):
             self.norm3 = nn.LayerNorm(d)
         self.dropout = nn.Dropout(checked_dropout(dropout))
 
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+    def forward(self, z: Tensor, x: Tensor, cache: Cache | None = None) -> Tensor:
         if self.form == "authors":
-            h = z + self.dropout(self.attention(self.norm1(z + x)))
+            h = z + self.dropout(self.attention(self.norm1(z + x), cache))
             return h + self.dropout(self.mlp(self.norm2(h)))
         u = z + x
         if self.form == "residual":
-            h = self.norm1(u + self.dropout(self.attention(u)))
+            h = self.norm1(u + self.dropout(self.attention(u, cache)))
             return self.norm2(h + self.dropout(self.mlp(h)))
         if self.form == "pre-norm":
-            h = u + self.dropout(self.attention(self.norm1(u)))
+            h = u + self.dropout(self.attention(self.norm1(u), cache))
             return self.norm3(h + self.dropout(self.mlp(self.norm2(h))))
-        h = self.norm1(self.dropout(self.attention(u)))
+        h = self.norm1(self.dropout(self.attention(u, cache)))
         return self.norm2(self.dropout(self.mlp(h)))
 
 
@@ -135,9 +137,12 @@ class CausalAttention(nn.Module):
         self.qkv = nn.Linear(d, 3 * inner, bias=False)
         self.project = nn.Linear(inner, d, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if cache is None:
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            attended = cache.attend(q, k, v)
         return self.project(attended.transpose(1, 2).flatten(-2))
 
 

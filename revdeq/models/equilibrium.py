@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from .._solver.context import Draw, OnceMore
+from .._solver.forward import forward
 from .._solver.layer import Last, RevDEQ
 from .._solver.monitor import Adjoint
-from .._solver.options import NAMES, Options
+from .._solver.options import NAMES, Options, options_from
 from .._solver.tape import NORM_FLOOR
 from ..baselines import checkpointed, stored_graph
 from .blocks import checked_size
+from .caches import Caches
 from .model import Model
 
 SOLVERS = ("reversible", "stored", "checkpointed", "torchdeq")
@@ -77,6 +79,18 @@ class Equilibrium(RevDEQ):
         self.last = Last(f.calls // 2, f.calls, residual, Adjoint())
         f.inputs.clear()
         return z
+
+    def _cached(self, x: Tensor, caches: Caches) -> Tensor:
+        """The same at positions that follow those in the caches, of which every evaluation has one. No gradient."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.float()
+        options = options_from(self._used(None))
+
+        def f(z: Tensor, k: int) -> Tensor:
+            out = self.f(z, x, cache=caches.at(k), **({"evaluation": k} if options.indexed else {}))
+            return out[0] if options.aux else out
+
+        return forward(f, torch.zeros_like(x), options)
 
     def extra_repr(self) -> str:
         extra = f", evaluations={self.evaluations or 2 * self.max_steps}" if self.solver == "torchdeq" else ""

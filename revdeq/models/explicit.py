@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .blocks import CausalAttention, PreActivation, checked_dropout, checked_size, mlp
+from .caches import Cache, Caches
+from .decoding import DecodingModel
 from .image import by_scale, checked_images
 from .language import Embedding, initialise
 from .model import Model
@@ -72,7 +74,7 @@ class ResNet(Model):
         return cls(scaled(widest), **settings)
 
 
-class Transformer(Model):
+class Transformer(DecodingModel):
     """A pre-norm transformer as GPT-2: tokens (B, T) to logits (B, T, vocabulary), with a tied head.
 
     Args:
@@ -111,6 +113,12 @@ class Transformer(Model):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.embed.logits(self.norm(self.layers(self.embed(tokens))))
+
+    def _decoded(self, tokens: Tensor, caches: Caches) -> Tensor:
+        x = self.embed(tokens, caches.positions)
+        for k, layer in enumerate(self.layers):
+            x = layer(x, caches.at(k))
+        return self.embed.logits(self.norm(x[:, -1]))
 
     @classmethod
     def sized(cls, parameters: int, **settings: Any) -> "Transformer":
@@ -181,8 +189,8 @@ class Layer(nn.Module):
         self.attention, self.mlp = CausalAttention(d, heads), mlp(d, hidden, d)
         self.dropout = nn.Dropout(checked_dropout(dropout))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x)))
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x), cache))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 

@@ -1,5 +1,6 @@
 """The paper's language model. Replace f by a module f(z, x) of your own: LanguageModel(block=MyBlock), where
-MyBlock(d) makes it. Position t of its output may depend on the positions up to t only."""
+MyBlock(d) makes it. Position t of its output may depend on the positions up to t only. To write text fast, let it be
+f(z, x, cache=None), and attend by cache.attend(q, k, v) where there is a cache."""
 
 import math
 from collections.abc import Callable
@@ -10,13 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .blocks import LANGUAGE_FORMS, TransformerBlock, checked_form, checked_size, made
+from .caches import Caches
+from .decoding import DecodingModel, takes_a_cache
 from .equilibrium import Equilibrium, EquilibriumModel
 
 INITIAL_DEVIATION = 0.02 * math.sqrt(1024)
 """Of the initial weights, times the root of their fan-in: GPT-2's .02 at the paper's size. The paper does not say."""
 
 
-class LanguageModel(EquilibriumModel):
+class LanguageModel(EquilibriumModel, DecodingModel):
     """Embeddings of tokens and positions, the equilibrium of a `TransformerBlock` (equation 7 of the paper), and the
     token embedding once more as the head: tokens (B, T) to logits (B, T, vocabulary) of the token that follows each.
 
@@ -69,6 +72,20 @@ class LanguageModel(EquilibriumModel):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.embed.logits(self.equilibrium(self.embed(tokens)))
 
+    def _decoded(self, tokens: Tensor, caches: Caches) -> Tensor:
+        z = self.equilibrium._cached(self.embed(tokens, caches.positions), caches)
+        return self.embed.logits(z[:, -1])
+
+    def _why_not_cached(self) -> str | None:
+        equilibrium = self.equilibrium
+        if not takes_a_cache(equilibrium.f):
+            return f"{type(equilibrium.f).__name__} takes no cache; let its forward take (self, z, x, cache=None)"
+        if equilibrium.solver != "reversible":
+            return f"solver = {equilibrium.solver!r} has no caches; use solver='reversible'"
+        if equilibrium.tol is not None:
+            return f"tol = {equilibrium.tol!r} ends all positions together; use tol=None"
+        return None
+
 
 class Embedding(nn.Module):
     """Of tokens and their positions; and the head, which is the same matrix and so begins small. The embeddings are
@@ -80,7 +97,8 @@ class Embedding(nn.Module):
         self.token = nn.Embedding(vocabulary, checked_size("d", d))
         self.position = nn.Embedding(length, d)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """positions: None begins at the first one."""
         if tokens.dim() != 2 or tokens.shape[1] < 1:
             raise ValueError(f"tokens of shape {tuple(tokens.shape)}: they must be a batch of sequences, (B, T)")
         if tokens.dtype not in (torch.int64, torch.int32):
@@ -91,12 +109,13 @@ class Embedding(nn.Module):
                 "make the model with a larger length"
             )
         try:
-            x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+            x = self.token(tokens)
         except IndexError:
             low, high = tokens.aminmax()
             raise IndexError(
                 f"tokens from {low} to {high}: they must lie between 0 and vocabulary - 1 = {self.vocabulary - 1}"
             ) from None
+        x = x + (self.position.weight[: tokens.shape[1]] if positions is None else self.position(positions))
         return math.sqrt(x.shape[-1]) * x
 
     def logits(self, z: Tensor) -> Tensor:

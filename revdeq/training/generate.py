@@ -1,13 +1,13 @@
 """Text from a trained language model, token by token."""
 
 import codecs
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
+from ..models.decoding import DecodingModel, Draw, check, stream
 from .checkpoint import CheckpointError
 from .data import encoding
 from .data.wikitext import Vocabulary
@@ -24,7 +24,7 @@ __all__ = ["generate"]
 def generate(
     run: str | Path,
     folder: Path | None,
-    prompt: str,
+    prompt: str | Sequence[str],
     tokens: int,
     temperature: float = 1.0,
     seed: int = 0,
@@ -32,7 +32,8 @@ def generate(
     top_p: float | None = None,
     device: str | None = None,
     changes: Mapping[str, Any] | None = None,
-) -> Iterator[str]:
+    slide: int = 1,
+) -> Iterator[Any]:
     """What a trained language model writes after a prompt.
 
     A model with a restricted vocabulary never writes a token outside of it.
@@ -40,7 +41,7 @@ def generate(
     Args:
         run: As for `revdeq.models.load`.
         folder: Where GPT-2's encoding is. None is where the training found it.
-        prompt: What the text begins with.
+        prompt: What the text begins with; or a list of prompts, to be continued side by side.
         tokens: How many to add.
         temperature: Of the draw; 0 always takes the likeliest token.
         seed: Of the draw.
@@ -48,13 +49,14 @@ def generate(
         top_p: Draw from the fewest likeliest tokens that have this probability together; None draws from all.
         device: Such as "cpu" or "cuda:1". None is a GPU, if there is one.
         changes: Settings to differ from those of the training, max_steps for example.
+        slide: By how many positions the window moves on when it is full, as for `LanguageModel.generate`.
 
     Returns:
-        The text, piece by piece.
+        The text, piece by piece, or lists of the pieces of all texts.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it is not of a language model.
-        SettingError: tokens, temperature, top_k or top_p is not possible.
+        SettingError: tokens, temperature, top_k, top_p or slide is not possible.
 
     Example:
         >>> from revdeq.training.generate import generate
@@ -63,62 +65,37 @@ def generate(
         >>> text = "".join(generate("runs/text", None, "The sea", tokens=20, top_k=50))
     """
     if tokens < 1:
-        raise SettingError(f"tokens={tokens}: it must be 1 or larger")
-    if not 0 <= temperature < float("inf"):
-        raise SettingError(f"temperature={temperature}: it must be 0 or larger")
-    if top_k is not None and top_k < 1:
-        raise SettingError(f"top_k={top_k}: it must be 1 or larger")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise SettingError(f"top_p={top_p}: it must be larger than 0 and at most 1")
+        raise SettingError(f"tokens = {tokens} must be 1 or larger")
+    if isinstance(prompt, Sequence) and not prompt and not isinstance(prompt, str):
+        raise SettingError("prompt is an empty list: name at least one")
+    draw = Draw(temperature, top_k, top_p, torch.Generator().manual_seed(seed))
     where = Processes(device).device
     preset, model, saved = loaded(Path(run), None, changes, where)
     if "length" not in preset.settings:
         raise CheckpointError(f"{run} is of {preset.name}: only a language model generates text")
+    assert isinstance(model, DecodingModel)
+    try:
+        check(tokens, draw, slide, model.embed.length)
+    except ValueError as error:
+        raise SettingError(str(error)) from error
     if folder is None and saved["folder"] is None:
         raise SettingError(f"{run} does not say where GPT-2's encoding is: pass the folder (--data DIR)")
     encoder = encoding.load(encoding.find(folder or Path(saved["folder"])))
     kept = saved.get("data", saved.get("vocabulary"))
     vocabulary = Vocabulary.full(encoder.n_vocab) if kept is None else Vocabulary.restored(kept)
-    context = encoder.encode_ordinary(prompt) or [encoder.eot_token]
-    ids = torch.from_numpy(vocabulary.ids[context])
-    draw = Draw(temperature, top_k, top_p, torch.Generator().manual_seed(seed))
-    return _pieces(model, encoder, vocabulary, ids.to(where), tokens, draw, preset.settings["length"])
-
-
-class Draw(NamedTuple):
-    """How the next token is chosen. All of it happens on the CPU, so that a seed is the same everywhere."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    generator: torch.Generator
-
-    def __call__(self, logits: Tensor) -> int:
-        if self.temperature == 0:
-            return int(logits.argmax())
-        probabilities, tokens = (logits / self.temperature).softmax(0).sort(descending=True, stable=True)
-        if self.top_k is not None:
-            probabilities = probabilities[: self.top_k]
-        if self.top_p is not None:  # those before which less than top_p is gathered: the first one always is
-            before = probabilities.cumsum(0) - probabilities
-            probabilities = probabilities[before < self.top_p * probabilities.sum()]
-        return int(tokens[torch.multinomial(probabilities, 1, generator=self.generator)])
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    contexts = [encoder.encode_ordinary(text) or [encoder.eot_token] for text in prompts]
+    rows = [torch.from_numpy(vocabulary.ids[context]).to(where).long() for context in contexts]
+    chosen = stream(model, rows, tokens, draw, len(vocabulary.kept), slide=slide)
+    pieces = _pieces(chosen, encoder, vocabulary, len(rows))
+    return (each for (each,) in pieces) if isinstance(prompt, str) else pieces
 
 
 def _pieces(
-    model: nn.Module,
-    encoder: "tiktoken.Encoding",
-    vocabulary: Vocabulary,
-    ids: torch.Tensor,
-    tokens: int,
-    draw: Draw,
-    length: int,
-) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a letter may be more than one token
-    for _ in range(tokens):
-        with torch.no_grad():
-            logits = model(ids[None, -length:])[0, -1, : len(vocabulary.kept)]
-        chosen = draw(logits.float().cpu())
-        ids = torch.cat([ids, ids.new_tensor([chosen])])
-        yield decoder.decode(encoder.decode_single_token_bytes(int(vocabulary.kept[chosen])))
-    yield decoder.decode(b"", final=True)
+    chosen: Iterator[torch.Tensor], encoder: "tiktoken.Encoding", vocabulary: Vocabulary, count: int
+) -> Iterator[list[str]]:
+    decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in range(count)]  # a letter may be split
+    for tokens in chosen:
+        written = [encoder.decode_single_token_bytes(int(vocabulary.kept[token])) for token in tokens.tolist()]
+        yield [decoder.decode(piece) for decoder, piece in zip(decoders, written, strict=True)]
+    yield [decoder.decode(b"", final=True) for decoder in decoders]

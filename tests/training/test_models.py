@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import revdeq
+from revdeq._solver.forward import forward
+from revdeq._solver.options import Options
 from revdeq.models import (
     MODELS,
     ConvBlock,
@@ -27,6 +29,7 @@ from revdeq.models import (
     count_parameters,
 )
 from revdeq.models.blocks import LANGUAGE_FORMS
+from revdeq.models.decoding import Decoder
 
 try:
     import torchdeq
@@ -593,3 +596,216 @@ def test_without_torchdeq(monkeypatch):
 def test_repr_says_how_it_is_solved():
     assert "beta=0.5, max_steps=4" in repr(Equilibrium(ConvBlock(16), max_steps=4))
     assert "solver='stored'" in repr(Equilibrium(ConvBlock(16), solver="stored"))
+
+
+# Text, position by position
+
+ROUNDING = 1e-5
+"""Of logits: a position is 2 N evaluations of float32 in another order of summation, each of some 1e-7 relative, which
+a block that is at most a few times as steep as the identity does not make more than tens of times as large."""
+SCHEDULE = [(0.4, 1.0), (0.6, 0.8), (0.5, 1.1)]
+DECODING = [
+    *(("language", {"form": form, "state": state}) for form in LANGUAGE_FORMS for state in ("float64", "exact")),
+    *(("language", {"schedule": SCHEDULE, "state": state}) for state in ("float64", "exact")),
+    ("language", {"gamma": 0.7, "wide_heads": False}),
+    ("transformer", {}),
+]
+
+
+def fed(model, texts, lengths):
+    """The logits at every position from the last one of each prompt on, (B, positions, vocabulary): of prompts of these
+    lengths, and then of one token after the other."""
+    decoder = Decoder(model, [text[:n] for text, n in zip(texts, lengths, strict=True)], LENGTH)
+    logits = [decoder.logits()]
+    for i in range(LENGTH - max(lengths)):
+        decoder.append(torch.stack([text[n + i] for text, n in zip(texts, lengths, strict=True)]))
+        logits.append(decoder.logits())
+    return torch.stack(logits, 1)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (5, 5, 5), (2, 6, 3)])
+@pytest.mark.parametrize(("name", "settings"), DECODING)
+@torch.no_grad()
+def test_caches_give_the_logits_of_the_whole_sequence(name, settings, lengths):
+    model, texts = small(name, **settings).eval(), batch(name)[0]
+    whole, found = model(texts), fed(model, texts, lengths)
+    for row, n, expected in zip(found, lengths, whole, strict=True):
+        expected = expected[n - 1 : n - 1 + len(row)]
+        assert ((row - expected).norm(dim=-1) <= ROUNDING * expected.norm(dim=-1)).all()
+        assert len(row) == LENGTH - max(lengths) + 1
+
+
+@pytest.mark.parametrize("state", ["float64", "exact"])
+@pytest.mark.parametrize("schedule", [None, SCHEDULE])
+@pytest.mark.parametrize("gamma", [1.0, 0.7])
+@torch.no_grad()
+def test_the_iteration_without_a_graph_has_the_bits_of_a_solve(state, schedule, gamma):
+    torch.manual_seed(0)
+    block, x = TransformerBlock(16, 2, form="pre-norm"), torch.randn(2, 5, 16)
+    options = {"max_steps": 40, "beta": 0.9, "gamma": gamma, "state": state, "schedule": schedule}  # remainders spill
+    seen = []
+
+    def f(z, k):
+        seen.append(k)
+        return block(z, x).transpose(0, 1).contiguous().transpose(0, 1)  # another layout
+
+    found = forward(f, torch.zeros_like(x), Options(**options))
+    expected = revdeq.solve(lambda z: f(z, 0), torch.zeros_like(x), **options).z
+    assert torch.equal(found, expected) and found.stride() == expected.stride()
+    assert seen[:80] == list(range(80))
+
+
+def test_the_iteration_without_a_graph_notices_an_overflow():
+    with pytest.raises(OverflowError, match="fraction_bits"):
+        forward(lambda z, k: z + 1000, torch.zeros(3), Options(state="exact"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"slide": LENGTH // 2}, {"slide": LENGTH}])
+@pytest.mark.parametrize("name", ["language", "transformer"])
+def test_greedy_text_is_that_of_the_whole_sequence(name, settings):
+    """Beyond the window, too, from prompts of different lengths, of which one is longer than it."""
+    model = small(name, dropout=0.5)
+    texts = batch(name)[0]
+    prompts = [texts[0][:3], texts[1][:1], torch.cat([texts[2], texts[0]])]
+    found = model.generate(prompts, 2 * LENGTH, **settings)
+    assert model.training and all(module.training for module in model.modules())
+    for a, b, prompt in zip(
+        found, model.generate(prompts, 2 * LENGTH, use_cache=False, **settings), prompts, strict=True
+    ):
+        assert torch.equal(a, b) and torch.equal(a[: len(prompt)], prompt) and len(a) == len(prompt) + 2 * LENGTH
+        assert torch.equal(a, model.generate([prompt], 2 * LENGTH, **settings)[0])  # whatever is beside it
+    if not settings:  # the window moves on by one token, so that each is what the model makes of those before it
+        with torch.no_grad():
+            text = found[0]
+            for i in range(3, len(text)):
+                assert model.eval()(text[None, max(0, i - LENGTH) : i])[0, -1].argmax() == text[i]
+
+
+def test_a_full_window_that_moves_on_far_is_seldom_evaluated_again(monkeypatch):
+    widths, model = [], small("language")
+    decoded = LanguageModel._decoded
+    monkeypatch.setattr(
+        LanguageModel, "_decoded", lambda self, x, caches: widths.append(x.shape[1]) or decoded(self, x, caches)
+    )
+    model.generate([[1]], LENGTH + 8, slide=4)
+    assert widths == [1] * LENGTH + [LENGTH - 3, 1, 1, 1] * 2
+    widths.clear()
+    model.generate([[1]], LENGTH + 2)
+    assert widths == [1] * LENGTH + [LENGTH] * 2
+
+
+def test_sampling_is_by_the_usual_names():
+    model, prompt = small("language"), torch.tensor([[3, 4], [0, 5]])
+
+    def drawn(seed=0, **settings):
+        generator = torch.Generator().manual_seed(seed)
+        return model.generate(prompt, 6, do_sample=True, generator=generator, **settings)
+
+    assert drawn().shape == (2, 8) and torch.equal(drawn(), drawn()) and not torch.equal(drawn(), drawn(1))
+    likeliest = model.generate(prompt, 6)
+    assert torch.equal(likeliest, drawn(top_k=1)) and torch.equal(likeliest, drawn(top_p=1e-6))
+    assert torch.equal(likeliest, drawn(temperature=1e-6)) and not torch.equal(likeliest, drawn(temperature=9.0))
+    assert torch.equal(prompt, likeliest[:, :2]) and likeliest.dtype == prompt.dtype
+    mask = torch.tensor([[1, 1], [0, 1]])
+    assert torch.equal(model.generate(prompt, 6, attention_mask=mask)[1, 2:], model.generate([[5]], 6)[0][1:])
+    for settings, message in (
+        ({"temperature": 0.5}, "temperature = 0.5.*do_sample=True"),
+        ({"do_sample": True, "temperature": -1.0}, "temperature = -1.0"),
+        ({"do_sample": True, "top_k": 0}, "top_k = 0"),
+        ({"do_sample": True, "top_p": 1.5}, "top_p = 1.5"),
+        ({"max_new_tokens": 0}, "max_new_tokens = 0"),
+        ({"slide": LENGTH + 1}, f"slide = {LENGTH + 1}.*length = {LENGTH}"),
+        ({"attention_mask": mask.flip(1)}, "attention_mask.*left"),
+        ({"attention_mask": mask[:1]}, "attention_mask.*shaped like tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(prompt, **settings)
+    for tokens, error in (([], ValueError), ([[]], ValueError), (prompt[0], ValueError), (prompt.float(), TypeError)):
+        with pytest.raises(error, match="tokens"):
+            model.generate(tokens)
+
+
+def test_a_text_ends_with_its_end():
+    model, prompt = small("language"), torch.tensor([[3, 4], [7, 5]])
+    free = model.generate(prompt, 10)
+    end = free[0, 5].item()
+    ends = [row[2:].tolist().index(end) if end in row[2:] else 9 for row in free]  # where each text ends
+    found = model.generate(prompt, 10, eos_token_id=end, pad_token_id=49)
+    assert found.shape[1] == 3 + max(ends)
+    for row, all_of_it, last in zip(found, free, ends, strict=True):
+        assert torch.equal(row[: 3 + last], all_of_it[: 3 + last]) and (row[3 + last :] == 49).all()
+    listed = model.generate(list(prompt), 10, eos_token_id=[end])
+    assert [len(text) for text in listed] == [3 + last for last in ends]
+
+
+class Blind(nn.Module):
+    """It takes no cache."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.inner = TransformerBlock(d, 2)
+
+    def forward(self, z, x):
+        return self.inner(z, x)
+
+
+@needs_torchdeq
+def test_what_cannot_be_cached_evaluates_the_whole_sequence_and_says_so():
+    for settings, message in (
+        ({"block": Blind}, "Blind takes no cache.*cache=None"),
+        ({"tol": 1e-3}, "tol = 0.001.*tol=None"),
+        ({"solver": "torchdeq"}, "solver = 'torchdeq'.*'reversible'"),
+    ):
+        model = small("language", **settings)
+        with pytest.warns(UserWarning, match=f"whole sequence: {message}"):
+            text = model.generate([[3, 4]], 4)[0]
+        assert torch.equal(text, model.generate([[3, 4]], 4, use_cache=False)[0])
+
+
+class Numbered(nn.Module):
+    """Two attentions, a scale of its own in every evaluation, rotated positions, and something beside its state."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.first, self.second = TransformerBlock(d, 2), TransformerBlock(d, 2)
+        self.scale = nn.Parameter(torch.rand(6) + 0.5)
+
+    def forward(self, z, x, cache=None, evaluation=0):
+        positions = torch.arange(z.shape[1]) if cache is None else cache.positions
+        z = self.first(self.scale[evaluation] * z, x + positions.sin()[..., None], cache)
+        return self.second(z, x, cache), z.mean()
+
+
+@torch.no_grad()
+def test_a_block_of_ones_own_has_caches_indices_and_aux():
+    model, texts = small("language", block=Numbered, indexed=True, aux=True).eval(), batch("language")[0]
+    whole, lengths = model(texts), (2, 6, 3)
+    for row, n, expected in zip(fed(model, texts, lengths), lengths, whole, strict=True):
+        expected = expected[n - 1 : n - 1 + len(row)]
+        assert ((row - expected).norm(dim=-1) <= ROUNDING * expected.norm(dim=-1)).all()
+
+
+def test_text_under_autocast():
+    model = small("language", form="pre-norm")
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        model.eval()
+        whole, found = model(batch("language")[0]), fed(model, batch("language")[0], (4, 4, 4))
+    # A few roundings of bfloat16, of 2^-9 each, in each of 6 evaluations, which a norm at the end keeps in bounds.
+    assert ((found - whole[:, 3:]).norm() / whole[:, 3:].norm()).item() <= 6 * 4 * 2**-9
+
+
+def test_the_memory_of_the_caches():
+    model = small("language")
+    decoder = Decoder(model, [torch.tensor([1, 2])] * 3, 5)
+    with torch.no_grad():
+        decoder.logits()
+    wide = 2 * 16  # two heads of the full size
+    assert decoder.caches.bytes == 6 * 2 * 3 * (2 + 5) * wide * 4  # evaluations, keys and values, texts, positions
+
+
+def test_a_logit_that_is_not_finite_is_an_error():
+    model = small("language")
+    with torch.no_grad():
+        model.equilibrium.f.norm2.bias.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="token 0 is not finite.*beta"):
+        model.generate([[1]])

@@ -1,6 +1,7 @@
 """A trained model is loaded in one line, evaluated with other settings, shared, and used on text and images."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -416,6 +417,30 @@ def test_the_draw_takes_the_likeliest_tokens_only():
     assert (drawn(top_k=3, top_p=0.5) > 0).tolist() == [False, False, True, True, False]
 
 
+def test_texts_of_many_prompts_from_a_file(runs, tmp_path, monkeypatch, capsys):
+    """Side by side they are what each is alone, and beyond the window, too. The speed is told beside the text."""
+    run, prompts = runs / "wikitext2-tiny", tmp_path / "prompts.txt"
+    prompts.write_text("the fox\n\nthe dog ran to a hill and\n")
+    options = ("--tokens", 40, "--temperature", 0, "--device", "cpu")
+    capsys.readouterr()
+    assert command(monkeypatch, "generate", run, "--batch", prompts, *options) == 0
+    told = capsys.readouterr()
+    texts = [json.loads(line) for line in told.out[:-1].split("\n")]
+    alone = [said(monkeypatch, capsys, "generate", run, "--prompt", text, *options) for text in ("the fox", "")]
+    assert [text + "\n" for text in texts[:2]] == alone and len(texts) == 3
+    assert re.fullmatch(r"120 tokens in [\d.]+ s, [\d,]+ per second\n", told.err)
+    moved = said(monkeypatch, capsys, "generate", run, "--prompt", "the fox", "--slide", 5, *options)
+    assert moved.startswith("the fox") and len(moved) > 40
+    for wrong, message in (
+        (("--batch", tmp_path / "none"), "none cannot be read"),
+        (("--batch", prompts, "--prompt", "the"), "--prompt and --batch"),
+        (("--slide", 10**6), "slide = 1000000"),
+    ):
+        assert message in said(monkeypatch, capsys, "generate", run, *wrong)
+    prompts.write_text("")
+    assert "empty" in said(monkeypatch, capsys, "generate", run, "--batch", prompts)
+
+
 def test_text_from_a_folder(runs, data, tmp_path, monkeypatch, capsys):
     run = runs / "wikitext2-tiny"
     options = ("--tokens", 12, "--prompt", "the fox", "--device", "cpu")
@@ -429,8 +454,8 @@ def test_text_from_a_folder(runs, data, tmp_path, monkeypatch, capsys):
     assert "does not say where GPT-2's encoding is" in said(monkeypatch, capsys, "generate", tmp_path, *options)
     assert plain == said(monkeypatch, capsys, "generate", tmp_path, *options, "--data", data)
     for wrong, message in (
-        ("--top-k", "top_k=0: it must be 1 or larger"),
-        ("--top-p", "top_p=0.0: it must be larger than 0"),
+        ("--top-k", "top_k = 0 must be"),
+        ("--top-p", "top_p = 0.0 must be larger than 0"),
     ):
         assert message in said(monkeypatch, capsys, "generate", run, wrong, 0)
     assert "--device cdua: it must be cpu" in said(monkeypatch, capsys, "generate", run, "--device", "cdua")

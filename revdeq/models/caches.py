@@ -1,0 +1,127 @@
+"""What the evaluations of a block have computed at the positions of a text so far.
+
+Position t of evaluation k depends on the positions up to t of evaluation k - 1 only. So every evaluation has a cache of
+its own, 2 N of them, and a new token takes 2 N evaluations of one position.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Cache:
+    """What one evaluation of a block has computed at the positions so far. The block gets it as `cache`.
+
+    A block calls `attend`, or `extend`, once for each of its attentions, in the same order every time.
+
+    Attributes:
+        positions: Of the positions that are evaluated now, (T,) or (B, T), for a block that encodes them itself.
+
+    Example:
+        >>> class Attends(nn.Module):
+        ...     def __init__(self, d):
+        ...         super().__init__()
+        ...         self.qkv, self.norm = nn.Linear(d, 3 * d), nn.LayerNorm(d)
+        ...
+        ...     def forward(self, z, x, cache=None):
+        ...         q, k, v = (t.unsqueeze(1) for t in self.qkv(z + x).chunk(3, -1))  # one head: (B, 1, T, d)
+        ...         if cache is None:
+        ...             attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        ...         else:
+        ...             attended = cache.attend(q, k, v)
+        ...         return self.norm(x + attended.squeeze(1))
+        >>> model = revdeq.models.LanguageModel(vocabulary=100, d=16, length=32, block=Attends)
+        >>> model.generate(torch.tensor([[5, 3, 8]]), max_new_tokens=4).shape
+        torch.Size([1, 7])
+    """
+
+    def __init__(self, caches: "Caches") -> None:
+        self._caches, self._slots, self._next = caches, list[list[Tensor]](), 0
+
+    @property
+    def positions(self) -> Tensor:
+        return self._caches.positions
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of these positions to themselves and to all before them.
+
+        Args:
+            q: The queries of these positions, (B, heads, T, size).
+            k: Their keys, which are added to the cache.
+            v: Their values, which are added to the cache.
+
+        Returns:
+            As `torch.nn.functional.scaled_dot_product_attention` does.
+        """
+        caches = self._caches
+        k, v = self.extend(k, v)
+        return F.scaled_dot_product_attention(q, k, v, caches.mask, is_causal=caches.is_causal)
+
+    def extend(self, *tensors: Tensor) -> list[Tensor]:
+        """What is needed of all positions so far.
+
+        Args:
+            tensors: What is to be kept of these positions, each of shape (B, ..., T, size).
+
+        Returns:
+            The same of all positions, (B, ..., all, size). Where prompts differ in length, the first ones may be
+            padding, which `attend` leaves out.
+        """
+        caches = self._caches
+        if self._next == len(self._slots):
+            room = (caches.room,)
+            self._slots.append([x.new_empty((*x.shape[:-2], *room, x.shape[-1])) for x in tensors])
+        slot = self._slots[self._next]
+        self._next += 1
+        for kept, x in zip(slot, tensors, strict=True):
+            kept.narrow(-2, caches.begin, x.shape[-2]).copy_(x)
+        return [kept.narrow(-2, 0, caches.end) for kept in slot]
+
+    def _kept(self) -> list[Tensor]:
+        """All that it holds, with room for what is to come."""
+        return [x for slot in self._slots for x in slot]
+
+    def _again(self) -> "Cache":
+        """At the beginning of an evaluation."""
+        self._next = 0
+        return self
+
+
+class Caches:
+    """The caches of all evaluations, of a batch of sequences that end in the same column: where one is shorter than
+    the longest, so many columns before it are padding.
+
+    begin, end: the columns that are evaluated now. mask, is_causal: what these see.
+    """
+
+    def __init__(self, room: int, padding: Tensor) -> None:
+        self.room, self.begin, self.end = room, 0, 0
+        self._padding = padding if padding.any() else None
+        self._each: list[Cache] = []
+        self._columns = torch.arange(room, device=padding.device)
+
+    def advance(self, count: int) -> None:
+        """So many more positions are to be evaluated."""
+        self.begin, self.end = self.end, self.end + count
+        columns, self.mask = self._columns[self.begin : self.end], None
+        self.is_causal = count > 1 and self.begin == 0 and self._padding is None
+        if self._padding is None:
+            self.positions = columns
+            if count > 1 and self.begin > 0:
+                self.mask = self._columns[: self.end] <= columns[:, None]
+            return
+        self.positions = (columns - self._padding[:, None]).clamp(min=0)
+        keys, queries = self._columns[: self.end], columns[:, None]
+        # Padding sees itself: a query that sees nothing would be NaN.
+        seen = (keys <= queries) & ((keys >= self._padding[:, None, None]) | (keys == queries))
+        self.mask = seen[:, None]
+
+    def at(self, k: int) -> Cache:
+        """The cache of evaluation k."""
+        while k >= len(self._each):
+            self._each.append(Cache(self))
+        return self._each[k]._again()
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for cache in self._each for x in cache._kept())
