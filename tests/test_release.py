@@ -1,5 +1,7 @@
 """What is built, installed and published."""
 
+import base64
+import hashlib
 import os
 import re
 import shutil
@@ -45,7 +47,7 @@ def clone(tmp_path_factory):
     """A copy of the repository in a folder of its name, with the library of an earlier build in it."""
     folder = tmp_path_factory.mktemp("parent") / "revdeq"
     folder.mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", "build_backend.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "revdeq", folder / "revdeq", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "kernels", folder / "kernels", ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.pyd"))
@@ -59,11 +61,28 @@ def editable(clone, tmp_path_factory):
     """The wheel that `pip install -e` installs."""
     pytest.importorskip("setuptools", minversion="70.1", reason="needs setuptools that makes wheels by itself")
     out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "setup.py", "-q", "editable_wheel", "--dist-dir", str(out)]
-    result = subprocess.run(command, cwd=clone, capture_output=True, text=True)
+    code = f"import build_backend; build_backend.build_editable({str(out)!r})"
+    result = subprocess.run([sys.executable, "-c", code], cwd=clone, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     (wheel,) = out.glob("*.whl")
     return wheel
+
+
+def test_the_editable_wheel_has_our_finder_only_and_its_record_is_right(editable):
+    with zipfile.ZipFile(editable) as wheel:
+        content = {name: wheel.read(name) for name in wheel.namelist()}
+    (record,) = (name for name in content if name.endswith(".dist-info/RECORD"))
+    rows = dict(row.split(",", 1) for row in content[record].decode().splitlines())
+    assert rows.pop(record) == ","
+    del content[record]
+    assert rows == {
+        name: f"sha256={base64.urlsafe_b64encode(hashlib.sha256(x).digest()).decode().rstrip('=')},{len(x)}"
+        for name, x in content.items()
+    }
+    assert [name for name in content if ".dist-info/" not in name] == [
+        "__editable___revdeq_finder.py",
+        "__editable__.revdeq.pth",
+    ]
 
 
 def test_the_c_library_is_for_all_pythons_without_debug_information_and_replaces_older_ones(clone, editable):
