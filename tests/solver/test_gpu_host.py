@@ -290,6 +290,35 @@ def test_dropout_is_one_mask_in_both_passes(recorded):
     assert torch.equal(torch.get_rng_state(), host)
 
 
+@pytest.mark.parametrize(("home", "draws_on"), [("cpu", DEVICE), (DEVICE, OTHER), (DEVICE, "cpu")])
+def test_dropout_on_another_device_than_z0s_is_one_mask_too(monkeypatch, home, draws_on):
+    monkeypatch.setattr(_device, "GPUS", (*_device.GPUS, DEVICE.type))
+    x, masks = torch.ones(50, device=home, requires_grad=True), []
+
+    def f(z, x):
+        masks.append(torch.rand(50, device=draws_on).lt(0.5).cpu())
+        return 0.5 * z + x * masks[-1].to(home)
+
+    z = revdeq.solve(f, torch.zeros(50, device=home), x, max_steps=3).z
+    torch.rand(3, device=draws_on)
+    before = _device.generator_states(torch.device(home))
+    torch.autograd.grad(z, x, torch.ones(50, device=home))
+    assert len(masks) == 12
+    assert all(torch.equal(mask, masks[0]) for mask in masks) and 0 < masks[0].sum() < 50
+    after = _device.generator_states(torch.device(home))
+    assert len(after) == 3 and all(map(torch.equal, before, after))
+
+
+def test_f_may_be_the_first_to_use_a_gpu(monkeypatch):
+    """Of whose generator nothing is known before."""
+
+    def f(z):
+        monkeypatch.setattr(_device, "GPUS", (*_device.GPUS, DEVICE.type))
+        return 0.5 * z
+
+    assert revdeq.solve(f, torch.ones(3), max_steps=2).steps == 2
+
+
 def test_a_generator_that_cannot_be_read_under_recording_may_not_be_drawn_from(monkeypatch):
     """As before torch 2.10: otherwise every evaluation would see another mask."""
     monkeypatch.setattr(driver, "old", True)
