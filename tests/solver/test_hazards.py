@@ -75,6 +75,8 @@ def gradients(hazard, solve):
     return [x.to_dense() if x is not None and x.layout is not torch.strided else x for x in found]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")  # which torch.func's derivatives are made with
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context")  # torch 2.15 may once show us what it leaves out now
 @pytest.mark.parametrize("state", ["float64", "exact"])
 @pytest.mark.parametrize("hazard", RIGHT, ids=by_name)
 def test_the_gradient_is_right(hazard, state):
