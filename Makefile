@@ -4,7 +4,7 @@ PYTHON ?= python3
 CONSTRAINTS ?= .ci/constraints.txt
 BIN := .venv/bin
 
-.PHONY: test demo bench gpu lint docs mutants dist clean
+.PHONY: test demo bench gpu lint docs mutants versions dist clean
 
 # Two processes of one thread each: threads that wait for each other spin, and would slow both down.
 test: .venv/installed
@@ -36,6 +36,10 @@ docs: .venv/installed
 mutants: .venv/installed
 	$(BIN)/python tests/tools/mutants
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --sample 300 tests/kernels/test_emulated_kernels.py
+
+# Every torch from the oldest to the newest: gigabytes, and hours. It goes on where it was interrupted.
+versions: .venv/installed
+	$(BIN)/python tests/tools/versions.py $(ONLY)
 
 dist: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine

@@ -108,7 +108,7 @@ class Arriving:
     """
 
     def __init__(self, value: Tensor) -> None:
-        self.value = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.device.type in GPUS)
+        self.value = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda or value.is_xpu)
         self._bytes = self.value.view(-1, 1).view(torch.uint8)  # a row for each number, which comes as a whole
         self._bytes.fill_(FILLER)
         self.value.copy_(value.detach(), non_blocking=True)

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import revdeq
 
@@ -34,6 +36,28 @@ def test_every_python_that_is_promised_is_tested_everywhere():
     minors = re.search(r"range\((\d+), (\d+)\)", (ROOT / "setup.py").read_text(encoding="utf-8")).groups()
     assert tested == [f"3.{minor}" for minor in range(*map(int, minors))]
     assert "os: [ubuntu-latest, macos-latest, windows-latest]" in workflow
+
+
+def test_the_oldest_torch_is_the_same_wherever_it_is_promised():
+    oldest = re.search(r'"torch>=([\d.]+)"', (ROOT / "setup.py").read_text(encoding="utf-8")).group(1)
+    assert f"torch {oldest} or later" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"needs torch {oldest} or later" in (ROOT / "revdeq" / "__init__.py").read_text(encoding="utf-8")
+    assert f"\n| {oldest}.0 |" in (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    if WORKFLOWS.exists():
+        assert f'"torch=={oldest}.0"' in (WORKFLOWS / "tests.yml").read_text(encoding="utf-8")
+
+
+def test_an_older_torch_is_refused_at_import(monkeypatch):
+    """Before it is asked for what it does not have: a copy under another name could not import the rest."""
+    spec = importlib.util.spec_from_file_location("revdeq_elsewhere", revdeq.__file__)
+    for version in ("1.13.1", "2.6.0", "2.7.1+cu126"):
+        monkeypatch.setattr(torch, "__version__", version)
+        with pytest.raises(ImportError, match=rf"needs torch 2\.8 or later, this is {re.escape(version)}: pip install"):
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    for version in ("2.8.0a0+5228986c39.nv25.6", "2.15.0", "3.0.0"):
+        monkeypatch.setattr(torch, "__version__", version)
+        with pytest.raises(ImportError, match="relative import|No module named 'revdeq_elsewhere'"):
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_actions_of_others_are_pinned():

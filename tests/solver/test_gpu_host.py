@@ -209,7 +209,7 @@ def test_a_verdict_that_is_not_ready_does_not_hold_up_another_devices():
 
 @pytest.mark.parametrize("arrived", [1, 3, 4])
 def test_a_value_has_come_when_all_of_it_has(arrived):
-    arriving = _device.Arriving(torch.arange(4.0, device=DEVICE))
+    arriving = _device.Arriving(torch.arange(4.0).to(DEVICE))
     assert not arriving.has_come()
     arriving.value[:arrived] = torch.arange(4.0)[:arrived]
     assert arriving.has_come() == (arrived == 4)

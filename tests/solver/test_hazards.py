@@ -76,7 +76,9 @@ def gradients(hazard, solve):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is")  # which torch.func's derivatives are made with
-@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context")  # torch 2.15 may once show us what it leaves out now
+@pytest.mark.filterwarnings(
+    "ignore:A saved_tensors_hooks context"
+)  # torch 2.15 may once show us what it leaves out now
 @pytest.mark.parametrize("state", ["float64", "exact"])
 @pytest.mark.parametrize("hazard", RIGHT, ids=by_name)
 def test_the_gradient_is_right(hazard, state):
