@@ -35,8 +35,11 @@ D, STEPS = 6, 4
 TOLERANCE = 2e-6
 """Sums of a few float32 numbers in another order, and 6e-8 in the states."""
 
-# torch's own forward mode scripts its decompositions.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is"),  # torch's own forward mode scripts its decompositions
+    pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context"),  # of selective checkpoints, from torch 2.15 on
+    pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar"),  # LBFGS of torch 2.8
+]
 
 RIGHT, REFUSED = [], []
 
@@ -75,10 +78,6 @@ def gradients(hazard, solve):
     return [x.to_dense() if x is not None and x.layout is not torch.strided else x for x in found]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")  # which torch.func's derivatives are made with
-@pytest.mark.filterwarnings(
-    "ignore:A saved_tensors_hooks context"
-)  # torch 2.15 may once show us what it leaves out now
 @pytest.mark.parametrize("state", ["float64", "exact"])
 @pytest.mark.parametrize("hazard", RIGHT, ids=by_name)
 def test_the_gradient_is_right(hazard, state):

@@ -6,6 +6,7 @@
 
 For each there is a virtual environment in .venv/versions (up to 7 GB), which goes when its row is there. The package is
 installed in it, the tests of solver and kernels are run, and every kernel is compiled for GPUs that need not be here.
+Triton 3.4 brings no linker for AMD's: TRITON_HIP_LLD_PATH names ROCm's, or an ld.lld of LLVM 16 or later.
 """
 
 import argparse
@@ -30,6 +31,9 @@ VERSIONS = {"2.8.0": "3.10", "2.10.0": "3.11", "2.13.0": "3.12", "2.15.0": "3.15
 GPUS = ("sm_80", "sm_90", "gfx942")
 """A100, H100 and MI300."""
 
+NOT_RUN = "not run"
+"""Instead of a number of tests, where only the kernels were compiled."""
+
 COLUMNS = ("torch", "Triton", "Python", "passed", "failed", "skipped", *GPUS, "date")
 TEXT = """# Versions
 
@@ -50,7 +54,8 @@ def main() -> None:
     if arguments.compile:
         print(json.dumps(compiled()))
         return
-    for torch in arguments.versions or [x for x in VERSIONS if all(row["torch"] != x for row in rows())]:
+    done = {row["torch"] for row in rows() if row["passed"] != NOT_RUN}
+    for torch in arguments.versions or [x for x in VERSIONS if x not in done]:
         python = interpreter(arguments.python or VERSIONS.get(torch, ""))
         environment = FOLDER / f"torch-{torch}-{Path(python).resolve().name}"
         install(torch, python, environment)
@@ -125,8 +130,6 @@ def compiled() -> dict[str, str]:
     from budgets import LAUNCHES
     from gpu_targets import TARGETS, compiling
 
-    if shutil.which("ld.lld"):
-        os.environ.setdefault("TRITON_HIP_LLD_PATH", shutil.which("ld.lld"))  # Triton before 3.6 brings none
     found = {"Triton": triton.__version__, "Python": ".".join(map(str, sys.version_info[:3]))}
     for target in GPUS:
         count = 0
