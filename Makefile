@@ -4,7 +4,7 @@ PYTHON ?= python3
 CONSTRAINTS ?= .ci/constraints.txt
 BIN := .venv/bin
 
-.PHONY: test demo bench gpu lint docs mutants dist clean
+.PHONY: test demo bench gpu lint docs mutants versions dist clean
 
 # Two processes of one thread each: threads that wait for each other spin, and would slow both down.
 test: .venv/installed
@@ -37,12 +37,16 @@ mutants: .venv/installed
 	$(BIN)/python tests/tools/mutants
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --sample 300 tests/kernels/test_emulated_kernels.py
 
+# Every torch from the oldest to the newest: gigabytes, and hours. It goes on where it was interrupted.
+versions: .venv/installed
+	$(BIN)/python tests/tools/versions.py $(ONLY)
+
 dist: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine
 	rm -rf dist && $(BIN)/python -m build && $(BIN)/python -m twine check --strict dist/*
 
 # The torch for AMD's or Intel's GPUs has a Triton of its own, under another name, which one in .venv would hide.
-.venv/installed: setup.py pyproject.toml .ci/constraints.txt kernels/common.h kernels/cpu.c kernels/cpu_exact.c
+.venv/installed: setup.py build_backend.py pyproject.toml .ci/constraints.txt kernels/common.h kernels/cpu.c kernels/cpu_exact.c
 	@echo "Setting up .venv (torch is large: this takes a minute or two) ..."
 	$(PYTHON) -m venv $(VENV_FLAGS) .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,train,hub,tensorboard,test,torchdeq,lint]'

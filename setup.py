@@ -3,14 +3,12 @@
 torch is not imported: a build in isolation has none, and the C kernel does not depend on it.
 """
 
-import contextlib
 import re
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.command.editable_wheel import editable_wheel
 from setuptools.errors import CCompilerError, CompileError
 
 ROOT = Path(__file__).parent
@@ -63,48 +61,6 @@ class BuildKernel(build_ext):
         return ext.export_symbols
 
 
-FINDER = f'''"""Finds revdeq in the clone that `pip install -e` was given."""
-
-import os
-import sys
-from importlib.machinery import PathFinder
-
-HERE = os.path.dirname(__file__)
-
-
-class Finder:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        """As if the clone came after what is on the path before this folder, with nothing but this package in it."""
-        if name != "revdeq":
-            return None
-        end = sys.path.index(HERE) if HERE in sys.path else len(sys.path)
-        return PathFinder.find_spec(name, [*sys.path[:end], {str(ROOT.resolve())!r}], target)
-
-
-sys.meta_path.insert(0, Finder)
-'''
-
-
-class WriteFinder(contextlib.AbstractContextManager):
-    """What an editable installation consists of. With this folder on the path, which is one of setuptools' ways,
-    `kernels` would hide Hugging Face's package of that name. The finder that is another one of them comes after the
-    current folder: in the one that holds the clone, `import revdeq` would find the clone itself, as an empty namespace.
-    """
-
-    def __call__(self, wheel, files, mapping):
-        wheel.writestr("__editable___revdeq_finder.py", FINDER)
-        wheel.writestr("__editable__.revdeq.pth", "import __editable___revdeq_finder\n")
-
-    def __exit__(self, *_):
-        pass
-
-
-class EditableWheel(editable_wheel):
-    def _select_strategy(self, *_):
-        return WriteFinder()
-
-
 setup(
     name="revdeq",
     version=re.search(r'__version__ = "(.+)"', (ROOT / "revdeq/__init__.py").read_text()).group(1),
@@ -128,7 +84,7 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.10",
-    install_requires=["torch>=2.6", 'triton>=3.2; platform_system == "Linux" and platform_machine == "x86_64"'],
+    install_requires=["torch>=2.8", 'triton>=3.4; platform_system == "Linux" and platform_machine == "x86_64"'],
     extras_require={
         "demo": ["matplotlib", "scikit-learn", "tqdm"],
         "test": ["hypothesis", "numpy", "pytest", "pytest-benchmark", "pytest-xdist"],
@@ -146,6 +102,6 @@ setup(
         Extension("revdeq.kernels._cpu", SOURCES, depends=["kernels/common.h"], optional=True, py_limited_api=True)
     ],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
-    cmdclass={"build_ext": BuildKernel, "editable_wheel": EditableWheel},
+    cmdclass={"build_ext": BuildKernel},
     zip_safe=False,
 )

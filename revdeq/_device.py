@@ -1,4 +1,4 @@
-"""The one module that knows devices: which there are, their generators, streams and events, and their memory.
+"""The one module that knows devices: which there are, how values come from them, their generators and their memory.
 
 Everything takes the device that it is about. Nothing relies on which one is current.
 """
@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +67,11 @@ def name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
+def has_float64(device: torch.device) -> bool:
+    """Some of Intel's GPUs do not."""
+    return device.type != "xpu" or getattr(torch.xpu.get_device_properties(device), "has_fp64", True)
+
+
 def architecture(device: torch.device) -> str | None:
     """What NVIDIA and AMD call what their compilers compile for."""
     if device.type != "cuda":
@@ -92,33 +97,25 @@ def can_look(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-class Event(Protocol):
-    """A point in the work of a device."""
-
-    def query(self) -> bool:
-        """Whether the device has come to it."""
-
-    def synchronize(self) -> None:
-        """Wait until it has."""
+FILLER = 0x55
 
 
-class _Past:
-    """An event of the CPU, which has done what it was asked to."""
+class Arriving:
+    """A value on its way from a device to the host, which nobody waits for.
 
-    def query(self) -> bool:
-        return True
+    Whether it has come is seen in memory, which is filled before with what hardly any number is. No event is asked:
+    whichever thread did, it would spoil a graph that another thread records.
+    """
 
-    def synchronize(self) -> None:
-        pass
+    def __init__(self, value: Tensor) -> None:
+        self.value = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda or value.is_xpu)
+        self._bytes = self.value.view(-1, 1).view(torch.uint8)  # a row for each number, which comes as a whole
+        self._bytes.fill_(FILLER)
+        self.value.copy_(value.detach(), non_blocking=True)
 
-
-def mark(device: torch.device) -> Event:
-    """The end of what this thread has asked the device to do so far."""
-    if device.type == "cpu":
-        return _Past()
-    event = api(device).Event()
-    event.record(api(device).current_stream(device))  # without a stream it would be the current device's
-    return event
+    def has_come(self) -> bool:
+        """The memory can be read at any time."""
+        return not bool(self._bytes.eq(FILLER).all(1).any())
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -136,27 +133,37 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def generator_states(device: torch.device) -> list[Tensor | None]:
-    """Of the CPU's generator and of the device's. None stands for one that cannot be read while a graph is recorded:
-    CUDA's before torch 2.10."""
-    states: list[Tensor | None] = [torch.get_rng_state()]
-    if device.type != "cpu":
-        try:
-            states.append(api(device).get_rng_state(device))
-        except RuntimeError:
-            if not is_capturing(device):
-                raise
-            states.append(None)
-    return states
+    """Of the CPU's generator, of the device's, and of those of all other GPUs that can be in use, in this order. None
+    stands for one that cannot be read while a graph is recorded: CUDA's before torch 2.10."""
+    return [torch.get_rng_state(), *map(_generator_state, _with_generators(device))]
+
+
+def _generator_state(device: torch.device) -> Tensor | None:
+    try:
+        return api(device).get_rng_state(device)
+    except RuntimeError:
+        if not is_capturing(device):
+            raise
+        return None
 
 
 def set_generator_states(device: torch.device, states: Sequence[Tensor | None]) -> None:
-    """What cannot be read is left alone."""
+    """What cannot be read is left alone, and so is what was not in use yet."""
     cpu, *others = states
     assert cpu is not None
     torch.set_rng_state(cpu)
-    for state in others:
+    for gpu, state in zip(_with_generators(device), others, strict=False):
         if state is not None:
-            api(device).set_rng_state(state, device)
+            api(gpu).set_rng_state(state, gpu)
+
+
+def _with_generators(device: torch.device) -> list[torch.device]:
+    """The device, and all GPUs of the types that this process uses, on which f may have parts: that costs a look at a
+    flag for each type, and microseconds for each further GPU. No type is brought into use by it."""
+    first = [] if device.type == "cpu" else [device]
+    used = [kind for kind in GPUS if getattr(torch, kind).is_initialized()]
+    gpus = (torch.device(kind, i) for kind in used for i in range(getattr(torch, kind).device_count()))
+    return [*first, *(gpu for gpu in gpus if gpu != device)]
 
 
 def allocated(device: torch.device) -> int | None:

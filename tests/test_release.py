@@ -1,5 +1,8 @@
 """What is built, installed and published."""
 
+import base64
+import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -9,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import revdeq
 
@@ -34,6 +38,28 @@ def test_every_python_that_is_promised_is_tested_everywhere():
     assert "os: [ubuntu-latest, macos-latest, windows-latest]" in workflow
 
 
+def test_the_oldest_torch_is_the_same_wherever_it_is_promised():
+    oldest = re.search(r'"torch>=([\d.]+)"', (ROOT / "setup.py").read_text(encoding="utf-8")).group(1)
+    assert f"torch {oldest} or later" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"needs torch {oldest} or later" in (ROOT / "revdeq" / "__init__.py").read_text(encoding="utf-8")
+    assert f"\n| {oldest}.0 |" in (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    if WORKFLOWS.exists():
+        assert f'"torch=={oldest}.0"' in (WORKFLOWS / "tests.yml").read_text(encoding="utf-8")
+
+
+def test_an_older_torch_is_refused_at_import(monkeypatch):
+    """Before it is asked for what it does not have: a copy under another name could not import the rest."""
+    spec = importlib.util.spec_from_file_location("revdeq_elsewhere", revdeq.__file__)
+    for version in ("1.13.1", "2.6.0", "2.7.1+cu126"):
+        monkeypatch.setattr(torch, "__version__", version)
+        with pytest.raises(ImportError, match=rf"needs torch 2\.8 or later, this is {re.escape(version)}: pip install"):
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    for version in ("2.8.0a0+5228986c39.nv25.6", "2.15.0", "3.0.0"):
+        monkeypatch.setattr(torch, "__version__", version)
+        with pytest.raises(ImportError, match="relative import|No module named 'revdeq_elsewhere'"):
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
 def test_actions_of_others_are_pinned():
     for workflow in WORKFLOWS.glob("*.yml"):
         for action in re.findall(r"uses: (\S+)", workflow.read_text(encoding="utf-8")):
@@ -45,7 +71,7 @@ def clone(tmp_path_factory):
     """A copy of the repository in a folder of its name, with the library of an earlier build in it."""
     folder = tmp_path_factory.mktemp("parent") / "revdeq"
     folder.mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", "build_backend.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "revdeq", folder / "revdeq", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "kernels", folder / "kernels", ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.pyd"))
@@ -59,11 +85,28 @@ def editable(clone, tmp_path_factory):
     """The wheel that `pip install -e` installs."""
     pytest.importorskip("setuptools", minversion="70.1", reason="needs setuptools that makes wheels by itself")
     out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "setup.py", "-q", "editable_wheel", "--dist-dir", str(out)]
-    result = subprocess.run(command, cwd=clone, capture_output=True, text=True)
+    code = f"import build_backend; build_backend.build_editable({str(out)!r})"
+    result = subprocess.run([sys.executable, "-c", code], cwd=clone, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     (wheel,) = out.glob("*.whl")
     return wheel
+
+
+def test_the_editable_wheel_has_our_finder_only_and_its_record_is_right(editable):
+    with zipfile.ZipFile(editable) as wheel:
+        content = {name: wheel.read(name) for name in wheel.namelist()}
+    (record,) = (name for name in content if name.endswith(".dist-info/RECORD"))
+    rows = dict(row.split(",", 1) for row in content[record].decode().splitlines())
+    assert rows.pop(record) == ","
+    del content[record]
+    assert rows == {
+        name: f"sha256={base64.urlsafe_b64encode(hashlib.sha256(x).digest()).decode().rstrip('=')},{len(x)}"
+        for name, x in content.items()
+    }
+    assert [name for name in content if ".dist-info/" not in name] == [
+        "__editable___revdeq_finder.py",
+        "__editable__.revdeq.pth",
+    ]
 
 
 def test_the_c_library_is_for_all_pythons_without_debug_information_and_replaces_older_ones(clone, editable):

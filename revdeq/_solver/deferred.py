@@ -20,11 +20,10 @@ from .. import _device
 
 @dataclass(frozen=True)
 class _Decision:
-    """decide: raises or warns, or does nothing. value: on the CPU, right from `arrival` on."""
+    """decide: raises or warns, or does nothing."""
 
     decide: Callable[[Tensor], None]
-    value: Tensor
-    arrival: _device.Event
+    arriving: _device.Arriving
     device: torch.device
 
 
@@ -37,15 +36,15 @@ def report(value: Tensor, decide: Callable[[Tensor], None]) -> None:
     if _device.can_look(value):
         decide(value)
     elif not _device.is_capturing(value.device):
-        copy = value.to("cpu", non_blocking=True)
+        decision = _Decision(decide, _device.Arriving(value), value.device)
         with _lock:
-            _pending.append(_Decision(decide, copy, _device.mark(value.device), value.device))
+            _pending.append(decision)
 
 
 def settle() -> None:
     """Handle pending verdicts that have arrived."""
     while (decision := _next_to_arrive()) is not None:
-        decision.decide(decision.value)
+        decision.decide(decision.arriving.value)
 
 
 def _next_to_arrive() -> _Decision | None:
@@ -53,7 +52,7 @@ def _next_to_arrive() -> _Decision | None:
         return None
     with _lock:
         for i, decision in enumerate(_pending):
-            if not _device.is_capturing(decision.device) and decision.arrival.query():
+            if not _device.is_capturing(decision.device) and decision.arriving.has_come():
                 return _pending.pop(i)
     return None
 
@@ -63,11 +62,11 @@ def _settle_all() -> None:
     """What the last solves of a process left undecided: a warning as ever, and an error as if none had caught it."""
     while _pending:
         decision = _pending.pop(0)
-        decision.arrival.synchronize()
+        _device.synchronize(decision.device)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("default")  # an error could not be raised to anyone
-                decision.decide(decision.value)
+                decision.decide(decision.arriving.value)
         except Exception as error:
             sys.excepthook(type(error), error, error.__traceback__)
 

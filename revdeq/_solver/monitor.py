@@ -36,6 +36,11 @@ COARSE = 1e-3
 """How large a rounding may be, relative to a typical number, without a word. Where a signal fades, as along a graph,
 half of a state may be smaller than is typical and do no harm."""
 
+ATOMICS = (
+    "On a GPU, index_add, scatter and the like add up in any order: torch.use_deterministic_algorithms(True) replaces "
+    "them, or names those that it cannot"
+)
+
 UNSETTLED = 0.1
 """The largest relative change of an adjoint in its last step that passes: a gradient that moves by a tenth is one that
 stochastic gradients hide."""
@@ -125,7 +130,8 @@ class Monitor:
             if math.isfinite(before):  # a scaled loss may overflow, which its scaler looks for
                 self._decide_growth(before, after)
             return
-        cause = f"{self.remedy}f does not compute the same when it is called again (a counter in f? use indexed=True)"
+        again = "f does not compute the same when it is called again (a counter in f? use indexed=True)"
+        cause = f"{self.remedy}{again}. {ATOMICS}"
         if self.state == "float64" and not change <= MOVING * value:
             cause = (
                 f"The iteration does not converge: z is of size {value:.1e}, and its last step changed it by "

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import _device, kernels
 from ..kernels import reference_exact as exact
 from ..kernels.half_step import Coefficients, HalfStep, Linear
 from ..kernels.radix import LARGEST_DENOMINATOR, Radix
@@ -258,7 +258,10 @@ def rounded_coefficients(options: Options) -> tuple[Coefficients, tuple[Coeffici
 
 
 def _is_safe(options: Options, plan: _Plan, initial: Sequence[Tensor]) -> bool:
-    """Whether a float64 state will do: no step is undone, or f is as fine as the state, or little is lost."""
+    """Whether a float64 state will do: no step is undone, or f is as fine as the state, or little is lost. And whether
+    the device has one."""
+    if not _device.has_float64(initial[0].device):
+        return False
     if not torch.is_grad_enabled() or options.gradient == "implicit" or any(x.dtype == torch.float64 for x in initial):
         return True
     undone = min(options.max_steps, options.backward_steps or options.max_steps)

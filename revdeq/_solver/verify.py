@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .monitor import LARGEST_GROWTH
+from .monitor import ATOMICS, LARGEST_GROWTH
 from .options import options_from, with_options
 from .solve import checked_f, solve
 from .way_back import norm
@@ -60,7 +60,7 @@ class Report:
             text = (
                 f"your f is not deterministic: evaluation {first_output} differs in {elements} elements when it is "
                 "repeated with the same input (state inside f? a generator of its own? BatchNorm? cuDNN's autotuning, "
-                "atomics, other settings of torch?)"
+                f"other settings of torch?). {ATOMICS}"
             )
         else:
             text = (

@@ -120,11 +120,11 @@ def load_weights(
 
 def generators(device: torch.device) -> dict[str, Any]:
     """The states of torch's, Python's and NumPy's generators; "cuda" is the device's, whatever GPU it is."""
-    cpu, *gpu = _device.generator_states(device)
+    states = _device.generator_states(device)
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
-        "torch": cpu,
-        "cuda": gpu[0] if gpu else None,
+        "torch": states[0],
+        "cuda": None if device.type == "cpu" else states[1],
         "python": random.getstate(),
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
     }

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,14 +21,6 @@ def later(monkeypatch):
     monkeypatch.setattr(_device, "can_look", lambda x: False)
 
 
-class Event:
-    def __init__(self, ready):
-        self.query = ready
-
-    def synchronize(self):
-        pass
-
-
 def test_two_threads_decide_once_on_each_and_only_on_what_has_arrived(monkeypatch):
     """Both ask about the first at the same time; the second is not there."""
     both, asked = threading.Barrier(2), []
@@ -40,9 +33,8 @@ def test_two_threads_decide_once_on_each_and_only_on_what_has_arrived(monkeypatc
             both.reset()
         return True
 
-    events = iter([Event(slowly), Event(lambda: False)])
-    monkeypatch.setattr(_device, "mark", lambda device: next(events))
-    decided = []
+    looks, decided = iter([slowly, lambda: False]), []
+    monkeypatch.setattr(_device, "Arriving", lambda value: SimpleNamespace(value=value, has_come=next(looks)))
     deferred.report(torch.tensor(1.0), lambda x: decided.append(float(x)))
     deferred.report(torch.tensor(2.0), lambda x: decided.append(float(x)))
     threads = [threading.Thread(target=deferred.settle) for _ in range(2)]

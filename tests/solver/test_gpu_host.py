@@ -3,6 +3,7 @@
 import inspect
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import test_gpu_only
@@ -200,34 +201,24 @@ def harmless():
     revdeq.solve(torch.cos, torch.zeros(1))
 
 
+def arrive(device=DEVICE):
+    """What is on its way to the host, without anybody waiting."""
+    driver.current_stream(device).run()
+
+
 def test_a_verdict_comes_when_the_device_has_come_to_it_and_nobody_waits():
     lose_the_way()
-    harmless()  # asks, and finds it not ready
+    harmless()  # looks, and finds nothing
+    arrive()
     with pytest.raises(revdeq.ReconstructionError, match='state="exact"'):
         harmless()
     harmless()
     lose_the_way("warn")
     harmless()
+    arrive()
     with pytest.warns(revdeq.ReconstructionWarning, match='state="exact"'):
         harmless()
     assert not driver.waits
-
-
-def test_a_verdict_is_that_of_the_stream_of_its_tensors(monkeypatch):
-    """An event on the current device's stream is ready at once, when there is nothing to be seen yet."""
-    revdeq.solve(block(), torch.ones(5, 6, device=DEVICE), check="raise").z.sum().backward()
-    harmless()
-    harmless()
-
-    def mark(device):
-        event = driver.Event()
-        event.record()
-        return event
-
-    monkeypatch.setattr(_device, "mark", mark)
-    revdeq.solve(block(), torch.ones(5, 6, device=DEVICE), check="raise").z.sum().backward()
-    with pytest.raises(revdeq.ReconstructionError):  # of what is in memory by chance
-        harmless()
 
 
 def test_a_verdict_that_is_not_ready_does_not_hold_up_another_devices():
@@ -236,11 +227,35 @@ def test_a_verdict_that_is_not_ready_does_not_hold_up_another_devices():
 
     lose_the_way()
     deferred.report(torch.zeros(1, device=OTHER), other)
-    driver.current_stream(OTHER).run()
+    arrive(OTHER)
     with pytest.raises(ValueError, match="of the other device"):
         harmless()
+    arrive()
     with pytest.raises(revdeq.ReconstructionError):
         harmless()
+
+
+@pytest.mark.parametrize("arrived", [1, 3, 4])
+def test_a_value_has_come_when_all_of_it_has(arrived):
+    arriving = _device.Arriving(torch.arange(4.0).to(DEVICE))
+    assert not arriving.has_come()
+    arriving.value[:arrived] = torch.arange(4.0)[:arrived]
+    assert arriving.has_come() == (arrived == 4)
+
+
+def test_while_another_thread_records_a_graph_the_device_is_asked_nothing():
+    """A question to an event, by whichever thread, would spoil the recording."""
+    lose_the_way()
+
+    def settle():
+        with driver.other_stream():
+            deferred.settle()
+
+    with driver.recording(DEVICE), ThreadPoolExecutor(1) as other:  # raises if it was spoiled
+        other.submit(settle).result()
+        arrive()
+        with pytest.raises(revdeq.ReconstructionError):
+            other.submit(settle).result()
 
 
 @pytest.mark.parametrize(
@@ -286,6 +301,7 @@ def test_nothing_is_asked_and_nothing_decided_while_a_graph_is_recorded(current)
         revdeq.solve(f, x, state="exact").z.sum().backward()
     assert deferred._pending == pending
     harmless()
+    arrive()
     with pytest.raises(revdeq.ReconstructionError):
         harmless()
 
@@ -316,6 +332,35 @@ def test_dropout_is_one_mask_in_both_passes(recorded):
     assert all(torch.equal(mask, masks[0]) for mask in masks) and 0 < masks[0].sum() < 50
     assert torch.equal(driver.get_rng_state(DEVICE), at_last)
     assert torch.equal(torch.get_rng_state(), host)
+
+
+@pytest.mark.parametrize(("home", "draws_on"), [("cpu", DEVICE), (DEVICE, OTHER), (DEVICE, "cpu")])
+def test_dropout_on_another_device_than_z0s_is_one_mask_too(monkeypatch, home, draws_on):
+    monkeypatch.setattr(_device, "GPUS", (*_device.GPUS, DEVICE.type))
+    x, masks = torch.ones(50, device=home, requires_grad=True), []
+
+    def f(z, x):
+        masks.append(torch.rand(50, device=draws_on).lt(0.5).cpu())
+        return 0.5 * z + x * masks[-1].to(home)
+
+    z = revdeq.solve(f, torch.zeros(50, device=home), x, max_steps=3).z
+    torch.rand(3, device=draws_on)
+    before = _device.generator_states(torch.device(home))
+    torch.autograd.grad(z, x, torch.ones(50, device=home))
+    assert len(masks) == 12
+    assert all(torch.equal(mask, masks[0]) for mask in masks) and 0 < masks[0].sum() < 50
+    after = _device.generator_states(torch.device(home))
+    assert len(after) == 3 and all(map(torch.equal, before, after))
+
+
+def test_f_may_be_the_first_to_use_a_gpu(monkeypatch):
+    """Of whose generator nothing is known before."""
+
+    def f(z):
+        monkeypatch.setattr(_device, "GPUS", (*_device.GPUS, DEVICE.type))
+        return 0.5 * z
+
+    assert revdeq.solve(f, torch.ones(3), max_steps=2).steps == 2
 
 
 def test_a_generator_that_cannot_be_read_under_recording_may_not_be_drawn_from(monkeypatch):

@@ -35,8 +35,11 @@ D, STEPS = 6, 4
 TOLERANCE = 2e-6
 """Sums of a few float32 numbers in another order, and 6e-8 in the states."""
 
-# torch's own forward mode scripts its decompositions.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is"),  # torch's own forward mode scripts its decompositions
+    pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context"),  # of selective checkpoints, from torch 2.15 on
+    pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar"),  # LBFGS of torch 2.8
+]
 
 RIGHT, REFUSED = [], []
 

@@ -501,6 +501,8 @@ TRACERS = {
 @pytest.mark.parametrize("tracer", list(TRACERS))
 @pytest.mark.parametrize("state", ["float64", "exact"])
 def test_a_traced_model_computes_what_the_model_computes(tracer, state):
+    if tracer == "strict export" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        pytest.skip("the strict export of this torch cannot go on where a number depends on data (2.10; 2.13 can)")
     model = Model(state=state, beta=0.8, max_steps=4).eval().requires_grad_(False)
     traced = TRACERS[tracer](model, torch.randn(3, 6))
     x = torch.randn(3 if tracer == "make_fx" else 5, 6)

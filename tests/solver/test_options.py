@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import revdeq
+from revdeq import _device
 from revdeq._device import peak_memory
 from revdeq._solver.options import NAMES, Options
 from revdeq._solver.state import refuse_device
@@ -253,6 +255,17 @@ def test_f_may_change_its_input_in_place_also_with_a_second_coefficient(state, g
 
 
 # state="auto"
+
+
+def test_auto_is_exact_where_the_device_has_no_float64(monkeypatch):
+    assert revdeq.solve(Block(), torch.zeros(6), torch.ones(6)).state == "float64"
+    monkeypatch.setattr(_device, "has_float64", lambda device: False)
+    assert revdeq.solve(Block(), torch.zeros(6), torch.ones(6)).state == "exact"
+    monkeypatch.undo()
+    for properties, has in ((SimpleNamespace(has_fp64=True), True), (SimpleNamespace(has_fp64=False), False)):
+        monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device, found=properties: found)
+        assert _device.has_float64(torch.device("xpu", 0)) == has
+        assert _device.has_float64(torch.device("cuda", 0)) and _device.has_float64(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

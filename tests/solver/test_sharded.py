@@ -135,6 +135,10 @@ def work(rank, port, size):
     os._exit(0)  # torch's device meshes keep the group, and its threads can abort a process that ends by itself
 
 
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="FSDP2 of this torch does not gather parameters for an evaluation within a backward pass (2.10; 2.13 does)",
+)
 @pytest.mark.parametrize("size", [1, 2])
 def test_fully_shard_inside_of_f(size):
     with socket.socket() as free:

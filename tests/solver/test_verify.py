@@ -44,6 +44,7 @@ def test_it_names_a_function_that_is_not_deterministic_and_counts_the_elements()
     report = revdeq.verify(noisy, torch.randn(4, 50), max_steps=4)
     assert report.changed_output[8] == 12
     assert str(report).startswith("your f is not deterministic: evaluation 8 differs in 12 elements")
+    assert "torch.use_deterministic_algorithms(True) replaces them" in str(report)
 
 
 def test_dropout_is_deterministic_within_a_solve():

@@ -7,10 +7,10 @@
     driver.waits                                # what made the host wait for the device
 
 What is like a GPU: PyTorch runs backward passes in a thread of the device's own. A value that is read on the host makes
-it wait, and is noted. A copy to the host that nobody waits for is garbage until its stream has come to it, and the
-first question to an event finds it not ready; an event on another stream says nothing about it. While a graph is
-recorded, asking and waiting are errors. The device has a generator of its own, and an allocator that counts. Tensors
-of two devices do not mix. The other device is current, so that whatever relies on the current one goes wrong.
+it wait, and is noted. A copy to the host that nobody waits for comes when its stream is told to run, and memory is as
+it was until then. While a graph is recorded, waiting is an error, in every thread. The device has a generator of its
+own, and an allocator that counts. Tensors of two devices do not mix. The other device is current, so that whatever
+relies on the current one goes wrong.
 
 What it cannot show: operations run at once, one after the other, so there is neither asynchrony nor a race between
 streams; a graph is not recorded, let alone replayed; memory is counted by tensors, without what an operation needs
@@ -64,24 +64,6 @@ class Stream:
         self.run()
 
 
-class Event:
-    """It is not ready when it is first asked, unless there was nothing to do."""
-
-    def record(self, stream=None):
-        self.stream = driver.current_stream() if stream is None else stream
-        self.at = self.stream.asked
-
-    def query(self):
-        driver.refuse("a question to an event")
-        ready = self.stream.done >= self.at
-        self.stream.run()
-        return ready
-
-    def synchronize(self):
-        driver.wait("an event")
-        self.stream.run()
-
-
 class Driver(_DummyBackendModule):
     """torch.fakegpu, and what tests want to know or set.
 
@@ -90,7 +72,7 @@ class Driver(_DummyBackendModule):
     old: as before torch 2.10, the generator cannot be read or set while a graph is recorded.
     """
 
-    Stream, Event = Stream, Event
+    Stream = Stream
 
     def __init__(self):
         self.waits, self.launches, self.cached_launches, self.old = [], Counter(), 0, False
@@ -101,6 +83,7 @@ class Driver(_DummyBackendModule):
         self._peak = [0] * self.device_count()
         self._storages = weakref.WeakSet()
         self._one_at_a_time = threading.RLock()
+        self._thread = threading.local()
 
     # devices, streams and waiting
 
@@ -152,8 +135,17 @@ class Driver(_DummyBackendModule):
             self._captured = None
         assert not self.spoiled, self.spoiled
 
+    @contextlib.contextmanager
+    def other_stream(self):
+        """In a thread whose current stream is not the one that a graph is recorded from."""
+        self._thread.elsewhere = True
+        try:
+            yield
+        finally:
+            self._thread.elsewhere = False
+
     def is_current_stream_capturing(self):
-        return self._captured == self._index
+        return self._captured == self._index and not getattr(self._thread, "elsewhere", False)
 
     def refuse(self, what):
         if self._captured is not None:
@@ -299,7 +291,6 @@ def _copy(target, source, non_blocking):
     if isinstance(target, Tensor):
         target.raw.copy_(_raw(source))
     elif non_blocking:
-        target.view(-1).view(torch.uint8).fill_(85)
         driver.current_stream(source.device).copy(source.raw, target)
     else:
         driver.wait("a copy")

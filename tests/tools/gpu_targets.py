@@ -26,7 +26,8 @@ def lacking(first):
 
 missing = lacking((3, 7))  # whose tools read the machine code of all targets
 TARGETS = {}
-if not lacking((3, 5)):
+if not lacking((3, 4)):
+    from triton._utils import find_paths_if, get_iterable_path
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -62,6 +63,23 @@ def _binder(kernel, target):
     return create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
 
 
+def _packed(kernel, backend, kwargs, bound, specialization, options):
+    """What Triton compiles by."""
+    if hasattr(kernel, "_pack_args"):
+        return kernel._pack_args(backend, kwargs, bound, specialization, options)
+    kinds, attributes = zip(*specialization, strict=True)  # 3.4 does this within its launch
+    signature = dict(zip((parameter.name for parameter in kernel.params), kinds, strict=True))
+    constants = {
+        path: get_iterable_path(list(bound.values()), path)
+        for path in find_paths_if(kinds, lambda _, kind: kind == "constexpr")
+    }
+    attributes = {
+        path: backend.parse_attr(get_iterable_path(attributes, path))
+        for path in find_paths_if(attributes, lambda _, attribute: isinstance(attribute, str))
+    }
+    return backend.parse_options(kwargs), signature, constants, attributes
+
+
 @contextlib.contextmanager
 def launching(target, launch):
     """Launches compile for the target, specialised by Triton's own binder, and go to `launch` instead of a GPU."""
@@ -73,7 +91,7 @@ def launching(target, launch):
 
     def run(kernel, *args, grid, warmup=False, **kwargs):
         bound, specialization, options, key = specialised(kernel, *args, **kwargs)
-        options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
+        options, signature, constants, attributes = _packed(kernel, backend, kwargs, bound, specialization, options)
         if key not in _compiled:
             source = ASTSource(kernel, signature, constants, attributes)
             _compiled[key] = triton.compile(source, target=target, options=options.__dict__)
@@ -89,7 +107,7 @@ def launching(target, launch):
         patch.setattr(revdeq_launch, "_compiled", {})
         patch.setattr(revdeq_launch, "is_known", lambda kernel, device: True)
         patch.setattr(revdeq_launch, "is_amd", lambda: target.backend == "hip")
-        patch.setattr(triton.runtime.driver, "_active", Streams())
+        patch.setattr(triton.runtime.driver, ACTIVE, Streams())
         yield
 
 
@@ -104,6 +122,8 @@ class Streams:
 
 
 STREAM = 1234
+ACTIVE = "active" if VERSION < (3, 5) else "_active"
+"""Where Triton keeps its driver."""
 
 
 @dataclass

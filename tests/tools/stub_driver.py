@@ -4,7 +4,7 @@ would hand them to the GPU, which is noted instead."""
 import collections
 
 import triton
-from gpu_targets import TARGETS
+from gpu_targets import ACTIVE, TARGETS
 from triton.runtime.jit import JITFunction
 
 from revdeq.kernels import gpu, gpu_exact, launch
@@ -42,7 +42,7 @@ class Driver:
 def stub(patch):
     """Launches on CPU tensors go to the driver that this returns. `patch` is pytest's MonkeyPatch."""
     driver = Driver()
-    patch.setattr(triton.runtime.driver, "_active", driver)
+    patch.setattr(triton.runtime.driver, ACTIVE, driver)
     patch.setattr(launch, "_compiled", {})
     patch.setattr(launch, "is_known", lambda kernel, device: True)
     for kernel in (*vars(gpu).values(), *vars(gpu_exact).values()):
