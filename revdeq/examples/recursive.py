@@ -156,7 +156,7 @@ def share_solved(model: nn.Module, solutions: Tensor, count: int, bf16: bool = F
     return (answers == solution).all(1).float().mean().item(), carry.segments.float().mean().item()
 
 
-def main(updates: int = 800, batch: int = 64, compiled: bool = False, bf16: bool = False) -> float:
+def main(updates: int = 800, batch: int = 64, count: int = 500, compiled: bool = False, bf16: bool = False) -> float:
     torch.set_default_device(devices()[0])
     torch.manual_seed(0)
     solutions, model = grids(), Recursive()
@@ -181,11 +181,11 @@ def main(updates: int = 800, batch: int = 64, compiled: bool = False, bf16: bool
         average.update_parameters(model)
         carry = carry._replace(z=detached(end.z), y=detached(end.y), segments=carry.segments + 1)
         halted = (q > 0) | (carry.segments >= SEGMENTS)
-        if update % 100 == 0:
+        if update % 100 == 0 or update == updates:
             growth = end.adjoint.growth
             print(f"update {update:4}  loss {loss.item():.3f}  the adjoint grew {growth:.1f} times", flush=True)
-    solved, segments = share_solved(average, solutions, 500, bf16)
-    print(f"{solved:.1%} of 500 new sudokus are solved, in {segments:.1f} segments each")
+    solved, segments = share_solved(average, solutions, count, bf16)
+    print(f"{solved:.1%} of {count} new sudokus are solved, in {segments:.1f} segments each")
     return solved
 
 
