@@ -229,15 +229,15 @@ def steps(
     """
     if is_traced() or has_fakes(z0):
         raise RuntimeError("revdeq.steps cannot be traced or exported: use revdeq.solve, which unrolls itself there")
-    checked = options_from(options)
-    for name, usual in (("gradient", "exact"), ("backward_steps", None)):
-        if getattr(checked, name) != usual:
-            raise ValueError(f"{name} = {getattr(checked, name)!r} is about the last step, which steps does not know")
     run = _steps_untraced if torch.compiler.is_compiling() else _steps
     return run(f, z0, args, y0, kwargs, options)
 
 
 def _steps(*call: Any) -> Iterator[Solution]:
+    checked = options_from(call[-1])
+    for name, usual in (("gradient", "exact"), ("backward_steps", None)):
+        if getattr(checked, name) != usual:
+            raise ValueError(f"{name} = {getattr(checked, name)!r} is about the last step, which steps does not know")
     tape, spec = _tape(*call)
     return (_solution(tape, spec, end) for end in tape.stepwise())
 
