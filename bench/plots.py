@@ -34,7 +34,20 @@ COLORS = {
     "Anderson": "#9b5de5",
     "Broyden": "#f2a541",
     "implicit": "#13b5b1",
+    "truncated, last 4 calls": "#8c8c8c",
+    "reversible, f of 4 calls": "#9b5de5",
+    "reversible, checkpoint in f": "#13b5b1",
+    "revdeq.loop": "#e5989b",
 }
+LOOPED = (
+    "stored graph",
+    "checkpoint",
+    "truncated, last 4 calls",
+    "reversible, f of 4 calls",
+    "reversible, checkpoint in f",
+    "reversible",
+    "revdeq.loop",
+)
 WIDTHS = {"stored graph": 5.0, "checkpoint": 3.8, "reversible": 3.2}
 """Lines coincide where all is well: those below are wider, and can be seen."""
 BLOCKS = ("conv block", "transformer block")
@@ -96,6 +109,8 @@ def _figures(series):
         yield "schedule", _schedules(series)
     if any(key[0].startswith("dial, ") for key in series):
         yield "dial", _dial(series)
+    if any(key[0] == "looped, depth" for key in series):
+        yield "looped", _looped(series)
 
 
 def _bandwidth(series):
@@ -279,6 +294,29 @@ def _dial(series):
             axis.plot(*place(name), marker, linestyle="none", color=COLORS[name], label=label, markersize=7)
         axis.set(title=block, xlabel="peak memory, MiB", xlim=(0, None), ylim=(0.5, 1.5))
     axes[0].set_ylabel("time, over the stored graph")
+    return _with_legend(figure)
+
+
+def _looped(series):
+    """Memory and time by depth, of every way to train a loop."""
+    figure, axes = _two_panels()
+    for axis, quantity, factor, title in (
+        (axes[0], "bytes", 2**-20, "peak memory, MiB"),
+        (axes[1], "seconds", 1e3, "forward and backward pass, ms"),
+    ):
+        for provider in LOOPED:
+            points = series["looped, depth", provider, "float32", quantity]
+            values = [factor * points[n].p50 for n in sorted(points)]
+            width = WIDTHS.get(provider, 1.2) / 2
+            axis.plot(
+                sorted(points), values, "o-", color=COLORS[provider], label=provider, linewidth=width, markersize=4
+            )
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set(title=title, xlabel="calls of the block")
+        axis.xaxis.set_major_formatter("{x:g}")
+        _plain_numbers(axis)
+        axis.yaxis.set_minor_formatter(NullFormatter())
     return _with_legend(figure)
 
 

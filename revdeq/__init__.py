@@ -15,6 +15,7 @@ if not (_Path(__file__).parent / "kernels").exists():
 
 from . import kernels
 from ._solver.layer import RevDEQ
+from ._solver.loop import loop
 from ._solver.monitor import ConvergenceError, ConvergenceWarning, ReconstructionError, ReconstructionWarning
 from ._solver.options import Exact
 from ._solver.solve import Solution, solve, steps
@@ -34,6 +35,7 @@ __all__ = [
     "Tuning",
     "baselines",
     "kernels",
+    "loop",
     "models",
     "solve",
     "steps",

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
 import runpy
@@ -10,14 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import revdeq.examples
-from revdeq.examples import ddp
+from revdeq.examples import ddp, recursive
 
 FOLDER = Path(revdeq.examples.__path__[0])
 NOTEBOOK = FOLDER / "rented_gpu.ipynb"
 NAMES = [path.stem for path in Path(revdeq.examples.__path__[0]).glob("*.py") if not path.stem.startswith("_")]
-NEED_NONE = ("looped_transformer", "text")
+NEED_NONE = ("looped_transformer", "recursive", "text")
 
 
 def test_the_examples_are_listed():
@@ -81,6 +83,42 @@ def test_a_looped_transformer_of_ones_own_writes_the_same_with_caches():
     *training, cached, whole = run("text")
     assert training[-1][1] < 0.2  # the loss
     assert cached[0] == whole[0] > 95
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_recursive_model_learns_and_halts(bf16, capsys):
+    """What it takes to solve sudokus is two minutes; a few updates tell clues from empty cells."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        solved = recursive.main(updates=40, batch=16, count=50, bf16=bf16)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_device(None)
+    training, last = capsys.readouterr().out.splitlines()
+    update, loss, growth = map(float, NUMBER.findall(training))
+    assert update == 40 and 0 <= solved <= 1
+    assert loss < 0.95 * math.log(4)  # what a guess costs; there is the loss of the head that halts, too
+    assert 0 < growth < 100
+    assert 1 <= float(NUMBER.findall(last)[-1]) <= recursive.SEGMENTS
+
+
+def test_a_puzzle_has_one_solution_and_halts_alone():
+    torch.manual_seed(0)
+    solutions = recursive.grids()
+    assert len(solutions) == len(set(map(tuple, solutions.tolist()))) == 288
+    clues, answers = recursive.puzzles(20, solutions)
+    assert len(clues) == 20 and ((clues > 0).sum(1) == recursive.CLUES).all()
+    for clue, answer in zip(clues, answers, strict=True):
+        fitting = solutions[((solutions == clue) | (clue == 0)).all(1)]
+        assert fitting.tolist() == [answer.tolist()]
+    model = recursive.Recursive()
+    new, old = (model.fresh(clues[k : k + 2], answers[k : k + 2]) for k in (0, 2))
+    old = old._replace(z={k: v + 1 for k, v in old.z.items()}, segments=old.segments + 3)
+    mixed = recursive.replaced(torch.tensor([True, False]), new, old)
+    assert mixed.segments.tolist() == [0, 3]
+    for k, carry in enumerate((new, old)):
+        assert torch.equal(mixed.clues[k], carry.clues[k]) and torch.equal(mixed.z["answer"][k], carry.z["answer"][k])
 
 
 def test_a_model_is_tuned_in_bfloat16_from_a_checkpoint_in_float32():

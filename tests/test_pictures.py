@@ -22,7 +22,8 @@ from revdeq.training.data import Mazes
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 PAGES = {"": readable.LIGHT, "-dark": readable.DARK}
-PICTURES = list(plots.figures(table.read(RESULTS / "amd-epyc-2-threads" / "results.csv")))
+MEASURED = [RESULTS / "amd-epyc-2-threads" / name for name in ("results.csv", "looped.csv")]
+PICTURES = [picture for path in MEASURED for picture in plots.figures(table.read(path))]
 
 
 @pytest.mark.parametrize(("name", "suffix", "figure"), PICTURES, ids=[name + suffix for name, suffix, _ in PICTURES])

@@ -1,10 +1,10 @@
-"""Private names of torch, five of them: why each is needed, and what happens where it is not there."""
+"""Private names of torch, six of them: why each is needed, and what happens where it is not there."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
@@ -54,3 +54,9 @@ def caches_parametrizations() -> bool:
     """Whether `parametrize.cached()` is around, so that a first evaluation would compute what others find. Without it,
     that is an error on the way back, which says what to do."""
     return bool(getattr(parametrize, "_cache_enabled", 0))
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether torch.compile has made it, or its method compile() was called. Without it, the hint that f runs as it is
+    inside a compiled model is given once too often."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

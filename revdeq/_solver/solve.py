@@ -1,6 +1,7 @@
 """revdeq.solve: the fixed point of f by the reversible iteration, with exact gradients in constant memory."""
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from .private import has_tangents, is_transformed
 from .scheme import Scheme, rounded_coefficients, scheme_for
 from .state import State, checked_state, checked_y0, versions_of
 from .tape import NORM_FLOOR, End, Start, Tape, relative_distance
+from .unchanged import is_compiled
 from .unrolled import has_fakes, is_traced, unrolled
 
 
@@ -173,8 +175,8 @@ def solve(
     parameters that were changed or exchanged are an error there, other values are noticed by `check`, unless the
     gradient alone depends on them. A generator of f's own (torch.Generator, numpy) is not rewound.
 
-    Compile f, not the model around it: in a compiled model a solve is a graph break, and what is inside it
-    runs as it is. torch.export, torch.jit.trace and make_fx record a solve as plain operations, unrolled.
+    Compile f (f.compile(), or torch.compile(f)), also where the model around it is compiled: there a solve is a graph
+    break, and f runs as it is. torch.export, torch.jit.trace and make_fx record a solve as plain operations, unrolled.
     With tol=None no pass waits for the device, so that both can be captured in a CUDA graph.
     """
     call = f, z0, args, y0, kwargs, options
@@ -227,11 +229,16 @@ def steps(
     """
     if is_traced() or has_fakes(z0):
         raise RuntimeError("revdeq.steps cannot be traced or exported: use revdeq.solve, which unrolls itself there")
-    checked = options_from(options)
+    run = _steps_untraced if torch.compiler.is_compiling() else _steps
+    return run(f, z0, args, y0, kwargs, options)
+
+
+def _steps(*call: Any) -> Iterator[Solution]:
+    checked = options_from(call[-1])
     for name, usual in (("gradient", "exact"), ("backward_steps", None)):
         if getattr(checked, name) != usual:
             raise ValueError(f"{name} = {getattr(checked, name)!r} is about the last step, which steps does not know")
-    tape, spec = _tape(f, z0, args, y0, kwargs, options)
+    tape, spec = _tape(*call)
     return (_solution(tape, spec, end) for end in tape.stepwise())
 
 
@@ -298,8 +305,31 @@ def learnt(keywords: dict[str, Any]) -> Tensor | None:
     return schedule if isinstance(schedule, Tensor) and schedule.requires_grad else None
 
 
-# In a compiled model the solve is one graph break. (torch.compiler.disable would import the compiler at once.)
-_solve_untraced = untraced(_solve)
+def _in_compiled_model(run: Callable[..., Any]) -> Callable[..., Any]:
+    """There, it is one graph break. (torch.compiler.disable would import the compiler at once.)"""
+
+    def saying_so(f: Any, *call: Any) -> Any:
+        _say_once_what_is_not_compiled(f)
+        return run(f, *call)
+
+    return untraced(saying_so)
+
+
+_solve_untraced, _steps_untraced = _in_compiled_model(_solve), _in_compiled_model(_steps)
+
+
+def _say_once_what_is_not_compiled(f: Any) -> None:
+    """In the log: nothing is wrong, and a warning may be an error."""
+    global _said
+    if not _said and not is_compiled(f):
+        _said = True
+        logging.getLogger("revdeq").warning(
+            "f runs as it is, inside a model that is compiled: a solve breaks its graph. To compile f, too, call "
+            "f.compile() if it is a module, or pass torch.compile(f); this is said once"
+        )
+
+
+_said = False
 
 
 def _solve_traceably(

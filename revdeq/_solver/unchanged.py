@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .. import _device
-from .private import caches_parametrizations
+from .private import caches_parametrizations, is_compiled_module
 
 STATEFUL = (
     "would be changed by every evaluation of f, in the backward pass too: put the layer outside f, as the paper does, "
@@ -123,10 +123,28 @@ def modules_of(f: Any) -> list[nn.Module]:
 
 def reachable(f: Any) -> tuple[list[nn.Module], dict[str, Tensor]]:
     """The same, and tensors that it closes over, by name."""
-    if isinstance(f, nn.Module):
-        return [f], {}
-    found: dict[int, nn.Module] = {}
+    found: list[nn.Module] = []
     tensors: dict[str, Tensor] = {}
+    for name, x in _held(f):
+        if isinstance(x, nn.Module):
+            found.append(x)
+        elif isinstance(x, Tensor):
+            tensors.setdefault(name, x)
+    return found, tensors
+
+
+def is_compiled(f: Any) -> bool:
+    """Whether f, or a part of it, is compiled."""
+    for _, x in _held(f):
+        if hasattr(x, "_torchdynamo_orig_callable"):
+            return True
+        if isinstance(x, nn.Module) and any(map(is_compiled_module, x.modules())):
+            return True
+    return False
+
+
+def _held(f: Any) -> Iterator[tuple[str, Any]]:
+    """f, and what it can get at, by name. Modules are not looked into."""
     seen: set[int] = set()
     left = collections.deque([("f", f)])  # what is near comes first
     while left and len(seen) < _VISITED:
@@ -134,13 +152,9 @@ def reachable(f: Any) -> tuple[list[nn.Module], dict[str, Tensor]]:
         if id(x) in seen:
             continue
         seen.add(id(x))
-        if isinstance(x, nn.Module):
-            found[id(x)] = x
-        elif isinstance(x, Tensor):
-            tensors.setdefault(name, x)
-        else:
+        yield name, x
+        if not isinstance(x, (nn.Module, Tensor)):
             left += _held_by(name, x)
-    return list(found.values()), tensors
 
 
 def _held_by(of: str, x: Any) -> Iterator[tuple[str, Any]]:

@@ -676,6 +676,25 @@ def test_a_compiled_model_around_the_solve_breaks_its_graph_once():
     assert counter.frame_count == 3, "one graph before the solve, one for the zeros it starts from, one after it"
 
 
+@compiled
+@pytest.mark.parametrize("kind", ["as it is", "module", "in place", "in a closure"])
+def test_a_compiled_model_says_once_that_its_f_is_not(kind, caplog, monkeypatch):
+    monkeypatch.setattr("revdeq._solver.solve._said", False)
+    torch._dynamo.reset()
+    block, x = MLP(), torch.randn(3, 6)
+    f = torch.compile(block, backend="eager") if kind in ("module", "in a closure") else block
+    if kind == "in place":
+        block.compile(backend="eager")
+    used = (lambda z, x: f(z, x)) if kind == "in a closure" else f
+    revdeq.solve(used, torch.zeros(3, 6), x)
+    assert "f.compile()" not in caplog.text  # without a model that is compiled there is nothing to say
+    model = torch.compile(lambda x: revdeq.solve(used, torch.zeros(3, 6), x).z, backend="eager")
+    model(x), model(x)
+    torch.compile(lambda x: [s.z for s in revdeq.steps(used, torch.zeros(3, 6), x)], backend="eager")(x)
+    said = [record.message for record in caplog.records if record.name == "revdeq"]
+    assert ["f.compile()" in message for message in said] == [True] * (kind == "as it is")
+
+
 class NoWaiting(torch.utils._python_dispatch.TorchDispatchMode):
     """Fails on what would wait for the device, or could not be captured into a graph."""
 

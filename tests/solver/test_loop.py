@@ -1,0 +1,95 @@
+"""Plain looping: z <- f(z), as nearly as it can be undone."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import revdeq
+
+
+class Block(nn.Module):
+    """Its Jacobian is `factor` times a rotation, but for what tanh takes away."""
+
+    def __init__(self, factor, width=8):
+        super().__init__()
+        self.weight = nn.Parameter(factor * nn.init.orthogonal_(torch.empty(width, width)))
+
+    def forward(self, z, x):
+        return torch.tanh(z @ self.weight.T + x)
+
+
+def plainly(f, z, x, times):
+    for _ in range(times):
+        z = f(z, x)
+    return z
+
+
+def gradient(loss, f):
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(f.parameters()))])
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0])
+def test_a_loop_is_nearly_a_loop(factor):
+    """In a pass, 1/64 of the state two passes before takes the place of f. Errors of a pass do not grow in those to
+    come, and so 16 passes leave at most 16/64 of the size of a state, if all of them point the same way."""
+    torch.manual_seed(0)
+    f, x, z0 = Block(factor), torch.randn(4, 8), torch.randn(4, 8)
+    solution, expected = revdeq.loop(f, z0, x, times=16), plainly(f, z0, x, 16)
+    assert (solution.z - expected).norm() < 16 / 64 * expected.norm()
+    assert (solution.y - plainly(f, z0, x, 15)).norm() < 16 / 64 * expected.norm()
+    ours, theirs = gradient(solution.z.square().sum(), f), gradient(expected.square().sum(), f)
+    assert nn.functional.cosine_similarity(ours, theirs, 0) > 0.99  # .14 rad, and so within 16/64
+
+
+def test_a_loop_is_a_solve_with_a_beta_near_1():
+    torch.manual_seed(0)
+    f, x, z0 = Block(1.0), torch.randn(4, 8), torch.randn(4, 8)
+    solution = revdeq.loop(f, z0, x, times=12)
+    assert (solution.steps, solution.nfe, solution.beta, solution.state) == (6, 12, 63 / 64, "exact")
+    assert torch.equal(solution.z, revdeq.solve(f, z0, x, beta=63 / 64, max_steps=6, state="exact").z)
+
+
+def test_the_gradient_of_a_loop_is_exact_at_any_depth():
+    """Against a stored graph of the same iteration, in float64; the integers resolve 6e-8, and so does float32."""
+    torch.manual_seed(0)
+    f, x, z0 = Block(0.9), torch.randn(4, 8), torch.randn(4, 8)
+    ours = gradient(revdeq.loop(f, z0, x, times=200, check="raise").z.sum(), f)
+    fine = copy.deepcopy(f).double()
+    z = revdeq.baselines.stored_graph(fine, z0.double(), x.double(), beta=63 / 64, max_steps=100)
+    theirs = gradient(z.sum(), fine)
+    # A contraction by .9 adds up roundings of 200 passes to at most 10 of them, of a few units of 6e-8 each.
+    assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+
+
+def test_a_loop_takes_the_options_of_a_solve():
+    f, x, z0 = Block(0.5), torch.randn(4, 8), torch.randn(4, 8)
+
+    def indexed(z, x, evaluation):
+        return f(z, x), z.new_tensor(float(evaluation))
+
+    assert revdeq.loop(indexed, z0, x, times=4, indexed=True, aux=True).aux == 0 + 1 + 2 + 3
+    assert torch.equal(revdeq.loop(f, z0, times=4, kwargs={"x": x}).z, revdeq.loop(f, z0, x, times=4).z)
+
+
+WRONG = [(7, ValueError, "take 8"), (0, ValueError, "take 2"), (True, ValueError, "even"), (2.0, TypeError, "integer")]
+
+
+@pytest.mark.parametrize(("times", "error", "remedy"), WRONG)
+def test_times_is_an_even_number(times, error, remedy):
+    with pytest.raises(error, match=f"times = {times}.*{remedy}"):
+        revdeq.loop(torch.tanh, torch.zeros(3), times=times)
+
+
+def test_the_number_of_steps_has_another_name():
+    with pytest.raises(TypeError, match="max_steps = 4.*times"):
+        revdeq.loop(torch.tanh, torch.zeros(3), max_steps=4)
+
+
+def test_steps_in_inference_mode():
+    """Where torch counts no versions of tensors."""
+    f, x, z0 = Block(0.5), torch.randn(4, 8), torch.randn(4, 8)
+    with torch.inference_mode():
+        *_, last = revdeq.steps(f, z0, x, max_steps=5)
+        assert torch.equal(last.z, revdeq.solve(f, z0, x, max_steps=5).z)
