@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -18,6 +19,9 @@ _mkldnn: Any = torch.backends.mkldnn
 
 PATIENCE = 300
 """Seconds that a solve waits for its turn to draw. One evaluation of f takes less, unless it waits for this solve."""
+
+ATTEMPTS = 50
+"""How often an evaluation is repeated because another thread drew at the same time."""
 
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 """A function that reads a setting and one that writes it."""
@@ -139,31 +143,61 @@ def _autocast(device_type: str) -> dict[str, Any]:
     }
 
 
+RESTARTS = 3
+"""How often a solve begins anew for that reason: more often, f draws another number in every evaluation."""
+
+ANOTHER_THREAD = (
+    "another thread draws from torch's default generator while f does, so that f does not draw the same random numbers "
+    "twice, which every evaluation has to: let that thread have a torch.Generator of its own, or call .eval() on the "
+    "layers of f that drop out. (Or f does not compute the same when it is called again.)"
+)
+
+
 class OnceMore(Exception):
-    """A first evaluation is to be repeated, and will then be all right: another thread drew at the same time, or f
-    bears to be looked at in another way only."""
+    """An evaluation is to be repeated: another thread may have drawn at the same time."""
+
+
+class Anew(Exception):
+    """The whole iteration is to be repeated: what its first evaluation drew was another thread's, too."""
 
 
 class Draw:
     """One random draw, seen by every evaluation of f in a solve and in its backward pass.
 
-    It is entered around each evaluation. A first one that leaves the generators as they were draws nothing,
-    and the others pay nothing.
+    It is entered around each evaluation, and `judge` is called with what f returned. A first evaluation that leaves
+    the generators as they were draws nothing, and the others pay nothing.
 
     All threads share the default generators. Evaluations that draw take turns, a thread at a time. Of a first one it is
     not known whether it draws: first ones run beside each other, since they may wait for each other (with a barrier, a
-    collective), and end with `OnceMore` if what they drew was perhaps another's.
+    collective), and are repeated if what they drew was perhaps another's.
+
+    Threads that do not solve may draw at any time. So where any live, an evaluation counts if it leaves the generators
+    where the first one did, or drew nothing. Otherwise it is repeated until two in succession agree, in what they
+    returned, too. A first one that moves the generators is repeated first from where they are now: if it returns the
+    same, f does not draw.
+
+    is_iterating: whether nothing but f draws in this thread, and the iteration can begin anew, because a later
+        evaluation left the generators elsewhere, twice.
     """
 
     _turns: ClassVar = threading.Condition()
     _drawing: ClassVar[list[tuple["Draw", int]]] = []  # evaluations that draw, and their thread
     _first: ClassVar[list[tuple["Draw", int]]] = []  # first evaluations
 
+    _solves: ClassVar[dict[int, "weakref.ref[Draw]"]] = {}  # the last one of each thread
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start: list[Tensor | None] = []
+        self._solves[threading.get_ident()] = weakref.ref(self)
         self.draws: bool | None = None  # not known before the first evaluation
-        self._beside_others = False
+        self._start: list[Tensor | None] = []  # of the draw
+        self._end: list[Tensor | None] | None = None
+        self._before: list[Tensor | None] = []  # this evaluation
+        self._left: list[Tensor | None] = []  # by the last one
+        self._doubtful: list[Tensor | None] | None = None  # where one ended that may not count
+        self._tried: tuple[list[Tensor | None], list[Tensor]] | None = None  # how the one before it ended
+        self._attempts = self._restarts = self._moved_between = 0
+        self._rewinds = self._beside_others = self.is_iterating = False
         self._watch: _NoDraws | None = None
         # A solve within f belongs to the evaluation of f around it, also when its backward pass has another thread.
         me = threading.get_ident()
@@ -175,20 +209,23 @@ class Draw:
             return
         me = self, threading.get_ident()
         with self._turns:
-            if self.draws is None:
+            if self._rewinds:
+                self._wait_for(self._has_turn)
+                self._drawing.append(me)
+                self._look_between()
+                _device.set_generator_states(self._device, self._start)
+                self._before = self._start
+            else:
                 self._wait_for(lambda: not self._others(self._drawing))
                 others = self._others(self._first)
                 for draw in others:
                     draw._beside_others = True
                 self._beside_others = bool(others)
                 self._first.append(me)
-                self._start = _device.generator_states(self._device)
-                if any(state is None for state in self._start):
+                self._before = _device.generator_states(self._device)
+                self._start = self._start or self._before
+                if any(state is None for state in self._before):
                     self._watch = _NoDraws()
-            else:
-                self._wait_for(self._has_turn)
-                self._drawing.append(me)
-                _device.set_generator_states(self._device, self._start)
         if self._watch is not None:
             self._watch.__enter__()
 
@@ -200,14 +237,78 @@ class Draw:
             self._watch = None
         me = self, threading.get_ident()
         with self._turns:
-            (self._first if self.draws is None else self._drawing).remove(me)
+            (self._drawing if self._rewinds else self._first).remove(me)
             self._turns.notify_all()
+            end = self._left = _device.generator_states(self._device)
             if kind is not None:  # as if f had not been called
-                _device.set_generator_states(self._device, self._start)
-            elif self.draws is None:
-                self.draws = not _equal(self._start, _device.generator_states(self._device))
-                if self.draws and self._beside_others:
-                    raise OnceMore
+                if self._rewinds or self._beside_others or not self._may_be_anothers(self._before, end):
+                    _device.set_generator_states(self._device, self._before)
+            elif self.draws is None and not self._rewinds and _equal(self._before, end):
+                self.draws = False
+            elif self.draws is None and self._beside_others:
+                self.draws = self._rewinds = True
+                self._tried = None
+                raise OnceMore
+            elif self._end is None:
+                if self._may_be_anothers(self._before, end):
+                    self._doubtful = end
+                else:
+                    self._count(end)
+            elif not _equal(self._start, end) and self._may_be_anothers(self._end, end):
+                self._doubtful = end
+
+    def judge(self, outputs: list[Tensor]) -> None:
+        """Ends with `OnceMore` if the last evaluation does not count."""
+        if self._doubtful is None:
+            self._attempts, self._tried = 0, None
+            return
+        end, self._doubtful = self._doubtful, None
+        same = self._tried is not None and all(map(_same, self._tried[1], outputs))
+        self._attempts += 1
+        if same and not _equal(self._before, self._start):
+            self.draws = False
+        elif same and self._tried is not None and _equal(self._tried[0], end):
+            knew = self._end is not None
+            self._count(end)
+            if knew and self.is_iterating and self._restarts < RESTARTS:
+                self._restarts += 1
+                self._attempts, self._tried = 0, None
+                raise Anew
+        elif self._attempts > ATTEMPTS:
+            raise RuntimeError(ANOTHER_THREAD)
+        else:
+            if self._tried is None or self._rewinds:
+                self._tried = end, [x.detach().clone() for x in outputs]
+            # Of a first evaluation, the second attempt only tells whether f draws.
+            self._rewinds = self.draws is True or self._attempts > 1
+            raise OnceMore
+        self._attempts, self._tried = 0, None
+
+    def _count(self, end: list[Tensor | None]) -> None:
+        """An evaluation that draws leaves the generators there."""
+        self.draws = self._rewinds = True
+        self._end = end
+
+    def _may_be_anothers(self, expected: list[Tensor | None], found: list[Tensor | None]) -> bool:
+        """Whether a thread that does not solve may have moved the generators. Those are taken to draw on the CPU. Where
+        a graph is recorded, nothing can be compared."""
+        if threading.active_count() == 1 or _device.is_capturing(self._device):
+            return False
+        return not _equal(expected[:1], found[:1])
+
+    def _look_between(self) -> None:
+        """Between two evaluations this thread draws nothing. One that draws then, again and again, draws while f is
+        evaluated, too, perhaps always as much."""
+        if self.draws and self.is_iterating and not self._others_live():
+            self._moved_between += not _equal(self._left, _device.generator_states(self._device))
+            if self._moved_between > RESTARTS:
+                self._drawing.remove((self, threading.get_ident()))
+                raise RuntimeError(ANOTHER_THREAD)
+
+    def _others_live(self) -> bool:
+        """Whether there are solves in other threads: between two evaluations of this one, theirs rewind."""
+        me = threading.get_ident()
+        return any(thread != me and ref() is not None for thread, ref in list(self._solves.items()))
 
     def _wait_for(self, turn: Callable[[], bool]) -> None:
         if not self._turns.wait_for(turn, timeout=PATIENCE):
@@ -250,6 +351,10 @@ class Draw:
 
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=Draw._start_anew)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return bool(torch.isclose(x.detach(), y.detach(), rtol=0, atol=0, equal_nan=True).all())
 
 
 def _equal(before: list[Tensor | None], after: list[Tensor | None]) -> bool:

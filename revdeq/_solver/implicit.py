@@ -8,6 +8,7 @@ J^T has the eigenvalues of J, so that the beta and gamma that converge fastest f
 once, where its last evaluation was, and the graph of that gives all of the products.
 """
 
+import contextlib
 import math
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from .. import kernels
 from .call import AsBefore
+from .context import OnceMore
 from .private import graph_is_kept
 from .state import State, dense
 from .tape import Tape, backward, refuse_other_derivatives, relax, relax_norms
-from .way_back import norm, scaled
+from .way_back import no_leaf, norm, scaled
 
 
 class Implicit(torch.autograd.Function):
@@ -48,8 +50,7 @@ class Implicit(torch.autograd.Function):
         )
         seeds = [y.add_(z) for y, z in zip(by_y, by_z, strict=True)]
         tape.places.needs_versions = True  # the places are looked into several times
-        with AsBefore(tape.f, []), tape.places.filling(ctx.home, ctx.k):
-            now = [x.detach() for x in tape.f([x.clone().requires_grad_() for x in read], ctx.k)]
+        now = _evaluated_again(ctx, read)
         if tape.monitor is not None:
             tape.monitor.judge_same(now, before)
         u = _solved(ctx, seeds)
@@ -58,6 +59,14 @@ class Implicit(torch.autograd.Function):
         if not graph_is_kept():
             del tape.f  # and what it closes over: there will be no other backward pass
         return (None, None, *(x.to(out.dtype) for x, out in zip(u, now, strict=True)))
+
+
+def _evaluated_again(ctx: Any, read: State) -> State:
+    f = ctx.tape.f
+    while True:
+        with contextlib.suppress(OnceMore), AsBefore(f, []), ctx.tape.places.filling(ctx.home, ctx.k):
+            leaves = [x.clone().requires_grad_() for x in read]
+            return [x.detach() for x in f([no_leaf(x) for x in leaves] if f.changes_its_input else leaves, ctx.k)]
 
 
 def _solved(ctx: Any, seeds: State) -> State:

@@ -44,8 +44,9 @@ def checked_state(z0: Any, called: str = "z0") -> tuple[State, TreeSpec]:
         if x.dtype not in DTYPES:
             remedy = f"torch.view_as_real({name})" if x.is_complex() else f"{name}.float()"
             raise TypeError(f"{name} is {x.dtype}: it must be float32, float64, bfloat16 or float16; use {remedy}")
-        if holds_others(x):
-            raise TypeError(f"{name} is a {type(x).__name__}, which holds other tensors: solve for those")
+        if x.is_nested or holds_others(x):
+            kind = "NestedTensor" if x.is_nested else type(x).__name__
+            raise TypeError(f"{name} is a {kind}, which holds other tensors: solve for those")
         if x.layout != torch.strided:
             raise TypeError(f"{name} has layout {x.layout}: it must be dense; convert it with {name}.to_dense()")
         if x.device != paths[0][1].device:

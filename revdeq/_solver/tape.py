@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import _device
 from .call import Call
-from .context import OnceMore, untraced
+from .context import Anew, OnceMore, untraced
 from .monitor import Adjoint, Monitor
 from .options import Options
 from .places import Differentiates, Home, Places
@@ -130,9 +130,14 @@ class Tape:
         return self._ended()
 
     def _run(self, look: bool) -> None:
-        self.begin(look)
-        while not self.step():
-            pass
+        self.f.draw.is_iterating = True
+        while True:
+            self.begin(look)
+            with contextlib.suppress(Anew):
+                while not self.step():
+                    pass
+                break
+        self.f.draw.is_iterating = False
 
     def stepwise(self) -> Iterator[End]:
         """Step by step. The states stay here, so that each can be differentiated, also while others are to come."""
@@ -235,20 +240,26 @@ class Tape:
         """f's outputs. With `record`, they are part of the graph, which the evaluation's tensors are left out of."""
         f, places, keep = self.f, self.places, self._keep if record else 0
         mixes, changes = self.scheme.at(k).c != 0, f.changes_its_input
-        copies = changes and k > 0 and (mixes or self._is_stepwise)
+        # What is read once more: an evaluation that draws may have to be repeated.
+        spares = mixes or self._is_stepwise or f.draw.draws or self.options.gradient == "implicit"
+        copies = changes and k > 0 and spares
         if record and f.autocasts:
             torch.clear_autocast_cache()  # a cast that two evaluations share would sum their gradients in its precision
-        try:
-            if not self._graph or self._stores or not (k == 0 or keep or self._cuts or places.needs_versions):
-                places.begin(k)
-                outputs = f([x.clone() for x in read] if copies else read, k)
-            else:
-                outputs = self._noted(k, read, copies)
-        except Differentiates:
-            places.needs_versions = True
-            outputs = self._noted(k, read, copies)
-        finally:
-            places.running = -1
+        outputs = None
+        while outputs is None:
+            try:
+                if not self._graph or self._stores or not (k == 0 or keep or self._cuts or places.needs_versions):
+                    places.begin(k)
+                    outputs = f([x.clone() for x in read] if copies else read, k)
+                else:
+                    outputs = self._noted(k, read, copies)
+            except Differentiates:
+                places.needs_versions = True
+            except OnceMore:
+                if k == 0:
+                    raise
+            finally:
+                places.running = -1
         places.end(k)
         if f.changes_its_input and not changes and k > 0 and mixes:
             raise RuntimeError(

@@ -58,7 +58,7 @@ class Unchanged:
         self._inputs = [x for x in inputs if x is not None] if torch.is_grad_enabled() else []
 
     def _note(self, name: str, module: nn.Module | None, x: Tensor) -> None:
-        if x.is_inference() or x.layout is not torch.strided:
+        if x.is_inference() or x.layout is not torch.strided or x.is_nested:
             return
         copied = module is not None and module.training and x.numel() <= _COPIED
         self._before.append((name, module, x, x._version, x.clone() if copied else None))
@@ -158,9 +158,11 @@ def _held(f: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _held_by(of: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """What a callable or a container holds that may lead to a module, by name."""
-    if hasattr(x, "_torchdynamo_orig_callable"):
-        yield of, x._torchdynamo_orig_callable
+    """What a callable or a container holds that may lead to a module, by name. An object may answer to any name, or
+    raise any error."""
+    compiled = _attribute(x, "_torchdynamo_orig_callable")
+    if callable(compiled):
+        yield of, compiled
     elif isinstance(x, types.FunctionType):
         if (x.__module__ or "").split(".")[0] == "torch":  # exec may have made a function without one
             return
@@ -181,5 +183,14 @@ def _held_by(of: str, x: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{of}[{key!r}]", y) for key, y in itertools.islice(x.items(), _VISITED))
     elif isinstance(x, (list, tuple)):
         yield from ((f"{of}[{i}]", y) for i, y in enumerate(x[:_VISITED]))
-    elif hasattr(x, "__dict__") and not isinstance(x, (type, types.BuiltinFunctionType, types.ModuleType)):
-        yield from ((f"{of}.{name}", y) for name, y in vars(x).items())
+    elif not isinstance(x, (type, types.BuiltinFunctionType, types.ModuleType)):
+        held = _attribute(x, "__dict__")
+        if isinstance(held, dict):
+            yield from ((f"{of}.{name}", y) for name, y in list(held.items()))
+
+
+def _attribute(x: Any, name: str) -> Any:
+    try:
+        return getattr(x, name, None)
+    except Exception:
+        return None

@@ -15,6 +15,7 @@ from .. import _device
 from ..kernels import reference
 from ..kernels.half_step import Coefficients
 from .call import AsBefore
+from .context import OnceMore
 from .monitor import apart, typical_magnitude
 from .places import Differentiates, Home
 from .private import current_pass
@@ -220,13 +221,15 @@ class WayBack:
                 read = [x.clone() for x in read]
             leaves = [x.detach().requires_grad_() for x in read]
             with as_before, places.filling(home, k):
-                return [x.detach() for x in f([_no_leaf(x) for x in leaves] if f.changes_its_input else leaves, k)]
+                return [x.detach() for x in f([no_leaf(x) for x in leaves] if f.changes_its_input else leaves, k)]
 
-        try:
-            return evaluated()
-        except Differentiates:
-            places.needs_versions = True
-            return evaluated()
+        while True:
+            try:
+                return evaluated()
+            except Differentiates:
+                places.needs_versions = True
+            except OnceMore:
+                continue
 
     def _arrive(self) -> None:
         """At the initial state, or where the way back ends: the verdict."""
@@ -352,6 +355,6 @@ class _NoLeaf(torch.autograd.Function):
         return grad
 
 
-def _no_leaf(x: Tensor) -> Tensor:
+def no_leaf(x: Tensor) -> Tensor:
     """The same memory, which f may change in place."""
     return _NoLeaf.apply(x)

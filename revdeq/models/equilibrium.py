@@ -121,14 +121,12 @@ class _Repeated:
     def __call__(self, z: Tensor) -> Tensor:
         self.calls += 1
         self.inputs = [*self.inputs[-1:], z.detach()]
-        try:
-            return self._call(z)
-        except OnceMore:
-            return self._call(z)
-
-    def _call(self, z: Tensor) -> Tensor:
-        with self._draw.rewound(), self._draw, self._autocast():
-            return self.f(z, self.x).to(z.dtype)
+        while True:
+            with contextlib.suppress(OnceMore), self._draw.rewound():
+                with self._draw, self._autocast():
+                    out = self.f(z, self.x).to(z.dtype)
+                self._draw.judge([out])
+                return out
 
 
 def _anderson(evaluations: int, tol: float | None) -> nn.Module:

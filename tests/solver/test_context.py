@@ -5,12 +5,14 @@ import subprocess
 import sys
 import textwrap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import revdeq
+from revdeq._solver import tape
 from revdeq._solver.context import Draw
 
 CPU = torch.device("cpu")
@@ -85,10 +87,88 @@ def test_a_process_forked_while_another_thread_evaluates_can_solve(draws):
     assert status == 0, "the child waits for a thread that it does not have"
 
 
+@pytest.fixture
+def another_thread():
+    """Draws a number in a thread of its own, which stays alive, and returns it."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda: pool.submit(lambda: torch.rand(1, dtype=torch.float64).item()).result()
+
+
+def has_one_mask(z, steps):
+    """Of f(z) = dropout(1), at all evaluations: every element is 0 or all of it."""
+    return torch.isin((z * 2**steps).round(), torch.tensor([0.0, 2 * (2**steps - 1)])).all()
+
+
+@pytest.mark.parametrize("gradient", ["exact", "implicit"])
+def test_what_another_thread_draws_is_not_drawn_again_if_f_draws_nothing(another_thread, gradient):
+    linear, drawn = torch.nn.Linear(4, 4), []
+
+    def f(z):
+        drawn.append(another_thread())
+        return torch.tanh(0.3 * linear(z))
+
+    revdeq.solve(f, torch.zeros(3, 4), gradient=gradient).z.sum().backward()
+    assert len(set(drawn)) == len(drawn) > 16
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before f draws", "after"])
+@pytest.mark.parametrize("when", [{1}, {1, 3}, {3}, {9}, {20}, {45}, {1, 2, 3, 9, 10, 20}])
+def test_beside_a_thread_that_draws_now_and_then_f_keeps_its_mask(another_thread, when, early):
+    """In the first evaluations, later, and on the way back. {1, 3}, early and late: two attempts that agree by chance,
+    with the same numbers or with the same count of them, so that the solve begins anew."""
+    w, calls = torch.ones(500, requires_grad=True), 0
+
+    def f(z):
+        nonlocal calls
+        calls += 1
+        if calls in when and early:
+            another_thread()
+        out = F.dropout(w) + 0 * z
+        if calls in when and not early:
+            another_thread()
+        return out
+
+    solution = revdeq.solve(f, torch.zeros(500, requires_grad=True), max_steps=12, check="raise")
+    solution.z.sum().backward()
+    assert has_one_mask(solution.z, 12)
+    assert has_one_mask(w.grad, 12)
+
+
+def test_a_thread_that_draws_all_the_time_beside_an_f_that_draws_is_named(another_thread, monkeypatch):
+    def f(z):
+        out = F.dropout(torch.ones(500)) + 0 * z
+        another_thread()
+        return out
+
+    relax = tape.relax
+    monkeypatch.setattr(tape, "relax", lambda *args: (another_thread(), relax(*args)))
+    with pytest.raises(RuntimeError, match="another thread draws .* torch.Generator of its own"):
+        revdeq.solve(f, torch.zeros(500), max_steps=12)
+
+
+def test_f_may_draw_another_number_in_every_evaluation_beside_other_threads(another_thread):
+    """They are those of one seed."""
+    another_thread()
+    torch.manual_seed(0)
+    drawn = torch.rand(40)
+    torch.manual_seed(0)
+    seen, counts = [], iter(range(1, 1000))
+
+    def f(z):
+        count = 1 + int(100 * z[0]) % 7
+        seen.append(torch.rand(count))
+        next(counts)
+        return 0.5 * z + seen[-1].mean()
+
+    revdeq.solve(f, torch.zeros(3), max_steps=4)
+    expected = [drawn[: len(x)] for x in seen[2:]]  # the second tells whether f draws
+    assert all(map(torch.equal, seen[2:], expected))
+    assert len({len(x) for x in seen}) > 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_fork_within_an_evaluation_goes_on_with_it():
     """As when f starts workers: the child has the evaluation that it is in, and leaves it."""
-    if not hasattr(os, "fork"):
-        pytest.skip("there is no fork")
     with Draw(CPU):
         child = os.fork()
     if child == 0:
