@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
+from ._solver.options import options_from
+from ._solver.scheme import rounded_coefficients
 from ._solver.unrolled import unrolled
 from .kernels.half_step import Coefficients
 
@@ -14,7 +16,13 @@ __all__ = ["checkpointed", "stored_graph"]
 
 
 def stored_graph(
-    f: Callable[..., Any], z0: Any, *args: Any, beta: float = 0.5, gamma: float = 1.0, max_steps: int = 8
+    f: Callable[..., Any],
+    z0: Any,
+    *args: Any,
+    beta: float = 0.5,
+    gamma: float = 1.0,
+    max_steps: int = 8,
+    schedule: Any = None,
 ) -> Any:
     """What `revdeq.solve(...).z` computes with a float64 state, bit for bit, differentiated by plain autograd.
 
@@ -27,6 +35,7 @@ def stored_graph(
         beta: As for `revdeq.solve`.
         gamma: As for `revdeq.solve`.
         max_steps: As for `revdeq.solve`.
+        schedule: As for `revdeq.solve`, without a gradient.
 
     Returns:
         z, shaped like z0.
@@ -36,11 +45,17 @@ def stored_graph(
         >>> torch.equal(z, revdeq.solve(f, z0, x, max_steps=4).z)
         True
     """
-    return unrolled(f, z0, args, [Coefficients.rounded(beta, gamma)] * (2 * max_steps))[1]
+    return unrolled(f, z0, args, _coefficients(beta, gamma, max_steps, schedule))[1]
 
 
 def checkpointed(
-    f: Callable[..., Any], z0: Any, *args: Any, beta: float = 0.5, gamma: float = 1.0, max_steps: int = 8
+    f: Callable[..., Any],
+    z0: Any,
+    *args: Any,
+    beta: float = 0.5,
+    gamma: float = 1.0,
+    max_steps: int = 8,
+    schedule: Any = None,
 ) -> Any:
     """What `stored_graph` computes, with `torch.utils.checkpoint` around every half-step: only its states are stored,
     and it is computed again in the backward pass.
@@ -52,6 +67,7 @@ def checkpointed(
         beta: As for `stored_graph`.
         gamma: As for `stored_graph`.
         max_steps: As for `stored_graph`.
+        schedule: As for `stored_graph`.
 
     Returns:
         z, shaped like z0.
@@ -62,4 +78,11 @@ def checkpointed(
         True
     """
     around = functools.partial(checkpoint, use_reentrant=False)
-    return unrolled(f, z0, args, [Coefficients.rounded(beta, gamma)] * (2 * max_steps), around)[1]
+    return unrolled(f, z0, args, _coefficients(beta, gamma, max_steps, schedule), around)[1]
+
+
+def _coefficients(beta: float, gamma: float, max_steps: int, schedule: Any) -> list[Coefficients]:
+    """Of every half-step, as a float64 state has them."""
+    options = options_from({"beta": beta, "gamma": gamma, "schedule": schedule, "state": "float64"})
+    step, first = rounded_coefficients(options)
+    return [*first, *[step] * (2 * max_steps)][: 2 * max_steps]

@@ -1,7 +1,7 @@
 """revdeq.RevDEQ: the reversible equilibrium as a layer."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -10,9 +10,10 @@ from torch.utils._pytree import tree_map
 
 from .monitor import Adjoint
 from .options import NAMES, Options, documented, options_from, with_options
+from .schedule import CLOSEST_TO_1, inside
 from .scheme import radix_of
 from .solve import Solution, checked_f, renamed, solve, steps
-from .tune import CLOSEST_TO_1, Tuning, tune
+from .tune import OPTIONS, Tuning, tune
 from .unrolled import is_traced
 
 
@@ -66,7 +67,7 @@ class RevDEQ(nn.Module):
 
         def __setattr__(self, name: str, value: Any) -> None: ...
 
-    @with_options
+    @with_options()
     def __init__(self, f: Callable[..., Any], *, learn_coefficients: bool | str = False, **options: Any) -> None:
         super().__init__()
         self.f = checked_f(f)
@@ -126,8 +127,16 @@ class RevDEQ(nn.Module):
         """
         return steps(self.f, self._start(x, z0), x, *args, y0=y0, kwargs=kwargs, **self._used(max_steps))
 
-    def tune(self, x: Any, *args: Any, z0: Any = None) -> Tuning:
-        """Set the layer's beta and gamma to those that `revdeq.tune` finds for this input.
+    def tune(
+        self,
+        x: Any,
+        *args: Any,
+        z0: Any = None,
+        schedule: bool = False,
+        batches: Sequence[tuple[Any, ...]] = (),
+        **kwargs: Any,
+    ) -> Tuning:
+        """Set the layer's beta and gamma, or its schedule, to what `revdeq.tune` finds for this input.
 
         From then on they are saved and loaded with the layer, in its `state_dict`.
 
@@ -135,6 +144,9 @@ class RevDEQ(nn.Module):
             x: As for a call of the layer.
             args: As for a call of the layer.
             z0: As for a call of the layer.
+            schedule: Whether to find a pair for every half-step, as `revdeq.tune` does.
+            batches: More inputs to tune for, each a tuple (x, *args).
+            kwargs: As for a call of the layer.
 
         Returns:
             A `revdeq.Tuning`: what was tried, and what was found.
@@ -142,9 +154,11 @@ class RevDEQ(nn.Module):
         beta = self.beta
         if abs(1 - beta) < CLOSEST_TO_1:  # nothing to begin with
             beta = 1 - CLOSEST_TO_1
-        options = {"beta": beta, "gamma": self.gamma, "max_steps": self.max_steps, "tol": self.tol}
-        found = tune(self.f, self._start(x, z0), x, *args, **options)
-        self.use(found.beta, found.gamma)
+        options = {"beta": beta, **{name: getattr(self, name) for name in OPTIONS if name != "beta"}}
+        more = [(self._start(batch[0], None), *batch) for batch in batches]
+        given = {"schedule": schedule, "batches": more, "kwargs": kwargs}
+        found = tune(self.f, self._start(x, z0), x, *args, **given, **options)
+        self.use(found.beta, found.gamma, found.schedule)
         return found
 
     def use(self, beta: float, gamma: float, schedule: Any = None) -> None:
@@ -180,7 +194,7 @@ class RevDEQ(nn.Module):
             options["max_steps"] = max_steps
         if self.learnt is not None:
             rows = 2 * options["max_steps"] if len(self.learnt) == 1 else len(self.learnt)
-            options["schedule"] = _inside(self.learnt).expand(rows, 2)
+            options["schedule"] = inside(self.learnt).expand(rows, 2)
         return options
 
     def _take(self, coefficients: Tensor) -> None:
@@ -217,17 +231,7 @@ class RevDEQ(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
-def _inside(learnt: Tensor) -> Tensor:
-    """Learnt coefficients where they may be: beta in [.05, 1.95] and at least 1/16 from 1, gamma in [.05, 3]. Gradients
-    pass as if nothing was moved, so that beta can cross the gap around 1."""
-    with torch.no_grad():
-        beta, gamma = learnt.clamp(0.05, 3).unbind(1)
-        below = torch.where(beta < 1, beta.clamp(max=1 - CLOSEST_TO_1), beta.clamp(1 + CLOSEST_TO_1, 1.95))
-        moved = torch.stack([below, gamma], 1) - learnt
-    return learnt + moved
-
-
-def tune_layers(model: nn.Module, *args: Any) -> dict[str, Tuning]:
+def tune_layers(model: nn.Module, *args: Any, schedule: bool = False) -> dict[str, Tuning]:
     """Tune each of a model's layers for the input that it gets when the model is called. What was found, by name."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, RevDEQ)}
     calls: dict[RevDEQ, tuple[Any, Any]] = {}
@@ -243,7 +247,7 @@ def tune_layers(model: nn.Module, *args: Any) -> dict[str, Tuning]:
         for hook in hooks:
             hook.remove()
     called = ((name, layer, *calls[layer]) for name, layer in layers.items() if layer in calls)
-    return {name: layer.tune(*args, **keywords) for name, layer, args, keywords in called}
+    return {name: layer.tune(*args, **keywords, schedule=schedule) for name, layer, args, keywords in called}
 
 
 RevDEQ.__doc__ = documented(RevDEQ.__doc__ or "")

@@ -10,7 +10,7 @@ import inspect
 import math
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
@@ -152,11 +152,11 @@ class Options:
 NAMES = tuple(field.name for field in dataclasses.fields(Options))
 
 
-def options_from(keywords: dict[str, Any]) -> Options:
+def options_from(keywords: dict[str, Any], names: Sequence[str] = NAMES) -> Options:
     for name in keywords:
-        if name not in NAMES:
-            close = difflib.get_close_matches(name, NAMES, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(NAMES)}"
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
             value = keywords[name]
             if isinstance(value, torch.Tensor):
                 raise TypeError(f"unknown keyword {name}, a tensor: pass f's tensors by position, solve(f, z0, x)")
@@ -175,29 +175,39 @@ def _options(keywords: tuple[tuple[str, Any], ...]) -> Options:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def with_options(function: F) -> F:
+def with_options(*, only: Sequence[str] = NAMES) -> Callable[[F], F]:
     """Gives a function or method that takes **options their names and defaults, and their documentation: the line
-    "{options}" of its docstring is replaced."""
-    signature = inspect.signature(function)
-    shown = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for field in dataclasses.fields(Options)
-    ]
-    others = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    function.__signature__ = signature.replace(parameters=[*others, *shown])  # type: ignore[attr-defined]
-    if function.__doc__:
-        function.__doc__ = documented(function.__doc__)
-    return function
+    "{options}" of its docstring is replaced. only: those that mean something to it."""
+
+    def decorated(function: F) -> F:
+        signature = inspect.signature(function)
+        shown = [
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+            for field in dataclasses.fields(Options)
+            if field.name in only
+        ]
+        others = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        function.__signature__ = signature.replace(parameters=[*others, *shown])  # type: ignore[attr-defined]
+        if function.__doc__:
+            function.__doc__ = documented(function.__doc__, only)
+        return function
+
+    return decorated
 
 
-def documented(docstring: str) -> str:
+def documented(docstring: str, only: Sequence[str] = NAMES) -> str:
     """With the options in the place of its line "{options}", which stands among its `Args:`."""
     if not docstring:  # python -OO
         return docstring
     lines = inspect.cleandoc(Options.__doc__ or "").splitlines()
     before, _, after = docstring.partition("{options}")
     indent = " " * (len(before) - len(before.rstrip(" ")))
-    described = [line.removeprefix("    ") for line in lines[lines.index("Args:") + 1 :]]
+    described, shown = [], False
+    for line in (line.removeprefix("    ") for line in lines[lines.index("Args:") + 1 :]):
+        if not line.startswith(" "):  # the first line of an option
+            shown = line.partition(":")[0] in only
+        if shown:
+            described.append(line)
     return before + f"\n{indent}".join(described) + after
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import reference_exact as exact
 from ..kernels.half_step import Coefficients, HalfStep, Linear
-from ..kernels.radix import LARGEST_DENOMINATOR, Radix
+from ..kernels.radix import LARGEST_DENOMINATOR, Plan, Radix
 from .deferred import report, settle
 from .options import Exact, Options
 from .state import State
@@ -44,6 +44,10 @@ class Scheme(abc.ABC):
     def resolution(self) -> float:
         """The distance between neighbouring numbers, where it does not depend on their size."""
         return 0.0
+
+    def spills(self, which: int, steps: int) -> int:
+        """How often y (0) or z (1) puts its remainders aside in so many steps: with a schedule, they differ."""
+        return 0
 
     def at(self, k: int) -> Any:
         """The coefficients of half-step k."""
@@ -158,6 +162,9 @@ class Integers(Scheme):
         backs = spilled if spilled is not None else [None] * len(state)
         announced = self._announced(which, 0, steps)
         return [self.half_step(x, c, announced, back) for x, c, back in zip(state, copy, backs, strict=True)]
+
+    def spills(self, which: int, steps: int) -> int:
+        return Plan(self._announced(which, 0, steps)).spills
 
     def _announced(self, which: int, first: int, count: int) -> list[Radix]:
         """Of y or z, from a step on."""

@@ -116,7 +116,7 @@ class Carry:
         return self.states
 
 
-@with_options
+@with_options()
 def solve(
     f: Callable[..., Any],
     z0: Any,
@@ -193,7 +193,7 @@ def _solve(*call: Any) -> Solution:
     return _solution(tape, spec, end)
 
 
-@with_options
+@with_options()
 def steps(
     f: Callable[..., Any],
     z0: Any,

@@ -25,22 +25,23 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import _device
 from .monitor import ConvergenceWarning
 from .options import options_from, with_options
-from .solve import solve
+from .schedule import CLOSEST_TO_1, UPDATES, Pairs, Problem, anderson, descend
+from .solve import checked_f
 from .state import checked_state
 
+OPTIONS = ("beta", "gamma", "max_steps", "tol", "indexed", "aux")
+"""Those that mean something to a search."""
+
 MOST_SOLVES = 24
-CLOSEST_TO_1 = 1 / 16
-"""A smaller |1 - beta| gains nothing, and costs the way back four bits and more in every half-step."""
 
 START = ((0.8, 1.0), (1.25, 1.0), (0.9, 0.8), (0.7, 0.6), (1.15, 0.75), (1.1, 1.5))
 """Pairs for attention, for convolutions, between them, and for eigenvalues that are all positive."""
@@ -63,14 +64,18 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `revdeq.tune` found. Print it for a table, or plot it.
+    """What `revdeq.tune` found. Print it for a table, or plot it. `solve` and `RevDEQ` take it as `schedule=`, if it has
+    one.
 
     Attributes:
         beta, gamma: The best pair.
-        residual: ‖f(z) - z‖ / ‖z‖ after the solve with it.
+        schedule: With schedule=True, a pair for every half-step, which is better than any one pair for all.
+        residual: ‖f(z) - z‖ / ‖z‖ after the solve with what was found; of several batches, their geometric mean.
         evaluations: How often that solve evaluated f.
         given: The pair that the search began with, and what came of it.
         trials: All pairs that were tried, in order, each with its residual and its evaluations.
+        curves: With schedule=True, the residual of the first batch after 1, 2, 3, ... evaluations, by name: with the
+            schedule, with the best pair, and with Anderson acceleration (the best of six settings).
 
     Example:
         >>> found = revdeq.tune(f, z0, x, max_steps=4)
@@ -84,6 +89,8 @@ class Tuning:
     evaluations: int
     given: Trial
     trials: list[Trial] = field(default_factory=list)
+    schedule: Pairs | None = None
+    curves: Mapping[str, list[float]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"relative residual of f {self._when}", "", "  beta   gamma  residual  evaluations"]
@@ -92,11 +99,17 @@ class Tuning:
             size = f"{trial.residual:.1e}" if math.isfinite(trial.residual) else "diverges"
             words = f"{trial.beta:6.3f}  {trial.gamma:6.3f}  {size:<10}{trial.evaluations:<13}{', '.join(notes)}"
             lines.append(words.rstrip())
+        if self.schedule is not None:
+            nearer = self._best.residual / self.residual
+            lines += ["", f"a pair for each of {len(self.schedule)} half-steps: {self.residual:.1e}, {nearer:.1f} times"]
+            lines[-1] += " nearer than the best pair for all"
+            lines += ["", "  beta   gamma"]
+            lines += [f"{beta:6.3f}  {gamma:6.3f}" for beta, gamma in self.schedule]
         return "\n".join(lines)
 
     @property
     def _best(self) -> Trial:
-        return Trial(self.beta, self.gamma, self.residual, self.evaluations)
+        return min(self.trials, key=lambda t: t.rate)
 
     @property
     def _when(self) -> str:
@@ -104,7 +117,8 @@ class Tuning:
         return f"after {self.evaluations} evaluations" if same else "at the tolerance"
 
     def plot(self, path: Any = None) -> Any:
-        """Draw the pairs that were tried, coloured by their residual.
+        """Draw the pairs that were tried, coloured by their residual, or of a schedule, the residual after every
+        evaluation.
 
         Args:
             path: Where to save the picture, if it is to be saved.
@@ -122,6 +136,16 @@ class Tuning:
             raise ImportError("a plot needs matplotlib: pip install matplotlib, or 'revdeq[demo]'") from error
         figure = Figure(figsize=(5.5, 4), layout="constrained")
         axes = figure.subplots()
+        if self.schedule is not None:
+            for (name, sizes), style in zip(self.curves.items(), ("o-", "s-", "^:"), strict=True):
+                axes.plot(range(1, len(sizes) + 1), sizes, style, label=name, markersize=4)
+            axes.set(yscale="log", xlabel="evaluations of f", ylabel="‖f(z) - z‖ / ‖z‖")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.grid(alpha=0.25)
+            figure.legend(loc="outside upper center", ncols=3, frameon=False)
+            if path is not None:
+                figure.savefig(path, dpi=150)
+            return figure
         finite = [t for t in self.trials if 0 < t.residual < math.inf]
         others = [t for t in self.trials if not math.isfinite(t.residual)]
         if others:
@@ -157,25 +181,39 @@ class Tuning:
         return figure
 
 
-@with_options
-def tune(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Tuning:
+@with_options(only=OPTIONS)
+def tune(
+    f: Callable[..., Any],
+    z0: Any,
+    *args: Any,
+    schedule: bool = False,
+    batches: Sequence[tuple[Any, ...]] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Tuning:
     """Find the beta and gamma with which a solve of `max_steps` steps comes closest to the fixed point of f, or with a
     `tol`, with which it comes closer the fastest until there.
 
     It tries at most 24 pairs, each with a solve that builds no graph, by a pattern search from a few that work well
-    for attention and for convolutions. What it returns is never worse than the pair that it was given. It is
-    deterministic: all solves see the same random draw. Tune again when f has been trained for a while. Of the options,
-    beta and gamma are where the search begins, `max_steps` and `tol` are used as they are, and the others have no
-    effect.
+    for attention and for convolutions. With schedule=True it goes on from the best one to a pair for every half-step, by
+    150 updates of gradient descent through the solve, in the memory of a training step. What it returns is never worse
+    than the pair that it was given, and a schedule is never worse than the best pair. It is deterministic: all solves
+    see the same random draw. f, its parameters and their gradients are left alone. Tune again when f has been trained
+    for a while.
 
     Args:
         f: As for `revdeq.solve`.
         z0: As for `revdeq.solve`.
         args: As for `revdeq.solve`.
+        schedule: Whether to find a pair for every half-step: for all 2 `max_steps`, or with a `tol` for those that the
+            best pair needs to get there. It is made for the state after the last of them.
+        batches: More inputs to tune for, each a tuple (z0, *args): their residuals count alike. A schedule from two or
+            three of them is a little better on others.
+        kwargs: Keyword arguments for f.
         {options}
 
     Returns:
-        A `revdeq.Tuning`, with the best beta and gamma, their residual and all that were tried.
+        A `revdeq.Tuning`, with the best beta and gamma, the schedule, their residual and all that were tried.
 
     Raises:
         ValueError: The beta to begin with is within 1/16 of 1, where the way back is too lossy.
@@ -184,50 +222,75 @@ def tune(f: Callable[..., Any], z0: Any, *args: Any, **options: Any) -> Tuning:
     Example:
         >>> found = revdeq.tune(f, z0, x, max_steps=8)
         >>> z = revdeq.solve(f, z0, x, beta=found.beta, gamma=found.gamma, max_steps=8).z
+        >>> found = revdeq.tune(f, z0, x, max_steps=2, schedule=True)
+        >>> z = revdeq.solve(f, z0, x, schedule=found, max_steps=2).z
     """
-    checked = options_from(options)
+    checked = options_from(options, OPTIONS)
     if abs(1 - checked.beta) < CLOSEST_TO_1:
         raise ValueError(
             f"beta = {checked.beta!r} is within 1/16 of 1, where the backward pass would lose too much: begin with 0.9 "
             "or 1.1, for example"
         )
-    initial, _ = checked_state(z0)
-    settings = {"max_steps": checked.max_steps, "tol": checked.tol, "state": "float64", "check": None}
-    random = _device.generator_states(initial[0].device)
-
-    def tried(beta: float, gamma: float) -> Trial:
-        _device.set_generator_states(initial[0].device, random)
-        try:
-            solution = solve(f, z0, *args, beta=beta, gamma=gamma, **settings)
-        except (FloatingPointError, OverflowError):
-            return Trial(beta, gamma, math.inf, 2 * checked.max_steps)
-        _device.set_generator_states(initial[0].device, random)
-        out = f(tree_map(torch.clone, solution.z), *args)  # which may change its input in place
-        return Trial(beta, gamma, _relative_residual(out, solution.z), solution.nfe)
-
-    trials: dict[tuple[float, float], Trial] = {}
-    with torch.no_grad(), _progress() as step:
-        try:
-            for beta, gamma in _search((float(checked.beta), float(checked.gamma)), trials):
-                trials[beta, gamma] = tried(beta, gamma)
-                step()
-        finally:
-            _device.set_generator_states(initial[0].device, random)
-    rows = list(trials.values())
-    best = min(rows, key=lambda t: t.rate)
-    if not math.isfinite(best.residual):
-        raise FloatingPointError(
-            f"the iteration diverges with all of the {len(rows)} pairs that were tried: f returns NaN or infinity, or "
-            "has eigenvalues with real parts beyond 1; normalise what f returns, or begin with a smaller gamma"
-        )
-    if best.residual >= 1:
+    if not isinstance(schedule, bool):
+        raise TypeError(f"schedule = {schedule!r} must be True or False: whether to find one, which starts from a pair")
+    for i, batch in enumerate(batches):
+        if not isinstance(batch, (tuple, list)) or not batch:
+            raise TypeError(f"batches[{i}] is of type {type(batch).__name__}: it must be a tuple (z0, *args)")
+    device = checked_state(z0)[0][0].device
+    every = [(z0, *args), *map(tuple, batches)]
+    random = _device.generator_states(device)
+    problem = Problem(checked_f(f), every, kwargs or {}, checked.indexed, bool(checked.aux), device, random)
+    try:
+        trials = _best_pair(problem, checked.max_steps, checked.tol, (float(checked.beta), float(checked.gamma)))
+        best = min(trials, key=lambda t: t.rate)
+        if not math.isfinite(best.residual):
+            raise FloatingPointError(
+                f"the iteration diverges with all of the {len(trials)} pairs that were tried: f returns NaN or "
+                "infinity, or has eigenvalues with real parts beyond 1; normalise what f returns, or begin with a "
+                "smaller gamma"
+            )
+        found = Tuning(*best, given=trials[0], trials=trials)
+        if schedule:
+            found = _with_schedule(problem, found)
+    finally:
+        problem.rewind()
+    if found.residual >= 1:
         warnings.warn(
-            f"no pair converges: with the best of {len(rows)}, f(z) is still {best.residual:.2g} of the size of z away "
-            "from z after the last step; normalise what f returns, so that it contracts",
+            f"no pair converges: with the best of {len(trials)}, f(z) is still {found.residual:.2g} of the size of z "
+            "away from z after the last step; normalise what f returns, so that it contracts",
             ConvergenceWarning,
             stacklevel=2,
         )
-    return Tuning(*best, given=rows[0], trials=rows)
+    return found
+
+
+def _best_pair(problem: Problem, max_steps: int, tol: float | None, given: tuple[float, float]) -> list[Trial]:
+    """What came of all pairs that were tried."""
+    trials: dict[tuple[float, float], Trial] = {}
+    with _progress(MOST_SOLVES, "solve") as done:
+        for beta, gamma in _search(given, trials):
+            found = problem.residual(beta=beta, gamma=gamma, max_steps=max_steps, tol=tol)
+            trials[beta, gamma] = Trial(beta, gamma, *found)
+            done()
+    return list(trials.values())
+
+
+def _with_schedule(problem: Problem, found: Tuning) -> Tuning:
+    """The best of the schedules that two ways lead to, and of the pair by itself."""
+    count = found.evaluations
+    pair = found.beta, found.gamma
+    with _progress(UPDATES, "update") as done:
+        descended = descend(problem, (pair,) * count, done)
+    settings = {"beta": found.beta, "gamma": found.gamma, "max_steps": count // 2}
+    schedules = [(pair,) * count, descended]
+    sizes = [problem.residual(schedule=pairs, **settings)[0] for pairs in schedules]
+    best = schedules[sizes.index(min(sizes))]
+    curves = {
+        "schedule": problem.along(schedule=best, **settings),
+        "best pair": problem.along(**settings),
+        "Anderson": anderson(problem, count),
+    }
+    return replace(found, schedule=best, residual=min(sizes), curves=curves)
 
 
 def best_coefficients(p: float, q: float = 0.0, c: float = 0.0) -> tuple[float, float, float]:
@@ -275,17 +338,9 @@ def _allowed(beta: float, gamma: float, upwards: bool) -> tuple[float, float]:
     return round(min(max(beta, 0.1), 1.9), 4), round(min(max(gamma, 0.05), 1.9), 4)
 
 
-def _relative_residual(out: Any, z: Any) -> float:
-    pairs = list(zip(tree_leaves(out), tree_leaves(z), strict=True))
-    change = sum((new.double() - old.double()).square().sum() for new, old in pairs)
-    value = sum(old.double().square().sum() for _, old in pairs)
-    size = math.sqrt(float(change)) / max(math.sqrt(float(value)), sys.float_info.min)
-    return size if math.isfinite(size) else math.inf
-
-
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[], None]]:
-    """A function to call after every solve. It shows a bar if it takes long, there is a terminal and tqdm is there."""
+def _progress(total: int, unit: str) -> Iterator[Callable[[], None]]:
+    """A function to call after each. It shows a bar if it takes long, there is a terminal and tqdm is there."""
     bar: Any = None
     began, done = time.monotonic(), 0
 
@@ -294,11 +349,11 @@ def _progress() -> Iterator[Callable[[], None]]:
         done += 1
         if bar is not None:
             bar.update()
-        elif done == 1 and MOST_SOLVES * (time.monotonic() - began) > SLOW and sys.stderr.isatty():
+        elif done == 1 and total * (time.monotonic() - began) > SLOW and sys.stderr.isatty():
             with contextlib.suppress(ImportError):
                 from tqdm import tqdm
 
-                bar = tqdm(total=MOST_SOLVES, initial=done, desc="tune", unit="solve", leave=False)
+                bar = tqdm(total=total, initial=done, desc="tune", unit=unit, leave=False)
 
     try:
         yield step

@@ -12,9 +12,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .monitor import LARGEST_GROWTH
-from .options import options_from, with_options
+from .options import NAMES, options_from, with_options
 from .solve import checked_f, solve
 from .way_back import norm
+
+IGNORED = ("check", "gradient", "keep", "backward_steps")
+"""Options of a solve that are taken, and have no effect here."""
 
 
 @dataclass
@@ -78,7 +81,7 @@ class Report:
         return f"{text}: f expands, and gradients explode; damp f with a gamma below 1, or take fewer steps"
 
 
-@with_options
+@with_options(only=[name for name in NAMES if name not in IGNORED])
 def verify(
     f: Callable[..., Any], z0: Any, *args: Any, kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> Report:

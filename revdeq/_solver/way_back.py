@@ -2,6 +2,7 @@
 (Algorithm 1), as the engine asks for it. One evaluation's tensors are there at a time."""
 
 import functools
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,8 +44,9 @@ class WayBack:
         else:
             increment_version(saved)  # no solve can go on from there
         size, count = len(tape.z0), 2 * tape.steps
-        spills = len(saved) // (2 * size) - 1
-        spilled = [saved[2 * size + i * spills :][:spills] for i in range(2 * size)]
+        rest = iter(saved[2 * size :])
+        counts = [self._scheme.spills(which, tape.steps) for which in (0, 1)] if len(saved) > 2 * size else [0, 0]
+        spilled = [list(itertools.islice(rest, counts[i // size])) for i in range(2 * size)]
         y, z = saved[:size], saved[size : 2 * size]
         self._read = self._scheme.read(y, tape.z0)  # what f read in evaluation at - 1
         self._half_steps = (

@@ -20,7 +20,8 @@ from .model import Model
 
 SOLVERS = ("reversible", "stored", "checkpointed", "torchdeq")
 OF_ALL = ("beta", "max_steps", "tol", "check")
-TAKEN = {"stored": (*OF_ALL, "gamma"), "checkpointed": (*OF_ALL, "gamma"), "torchdeq": OF_ALL}
+SAME = (*OF_ALL, "gamma", "schedule")
+TAKEN = {"stored": SAME, "checkpointed": SAME, "torchdeq": OF_ALL}
 """Options that mean something to another solver, or can do no harm."""
 
 
@@ -67,7 +68,8 @@ class Equilibrium(RevDEQ):
             z0 = torch.zeros_like(x, requires_grad=False)
         if self.solver != "torchdeq":
             solve = stored_graph if self.solver == "stored" else checkpointed
-            z = solve(f, z0, beta=self.beta, gamma=self.gamma, max_steps=self.max_steps)
+            options = self.options
+            z = solve(f, z0, **{name: options[name] for name in ("beta", "gamma", "max_steps", "schedule")})
             change, value = (z.detach() - f.inputs[-2]).norm(), z.detach().norm()
             residual = change / (value + NORM_FLOOR)
         else:
@@ -97,8 +99,9 @@ class Equilibrium(RevDEQ):
         return f"{super().extra_repr()}, solver={self.solver!r}{extra}"
 
 
-OPTIONS = {*NAMES, "solver", "evaluations"}
-"""By name, what a model passes on to its equilibria."""
+OPTIONS = {*NAMES, "solver", "evaluations"} - {"schedule"}
+"""By name, what a model passes on to its equilibria, and can be written down: a schedule is found, and comes with the
+weights. In a preset the word stands for that of the learning rate."""
 
 
 class _Repeated:

@@ -195,6 +195,8 @@ def use(model: nn.Module, asked: Mapping[str, Any]) -> dict[str, Any]:
     for name in before.keys() & asked.keys():
         values = asked[name] if isinstance(asked[name], (list, tuple)) else [asked[name]] * len(layers)
         for layer, value in zip(layers, values, strict=True):
+            if getattr(layer, name) != value:
+                layer.schedule = None  # which would hide it
             setattr(layer, name, value)
     return {name: value for name, value in coefficients(model).items() if value != before[name]}
 

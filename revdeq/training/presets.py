@@ -43,6 +43,7 @@ MEANT = {
 OF_INPUTS = {"features", "dimensions", "vocabulary"}
 """Keywords of models that follow from what they read."""
 AUTOCAST = (None, "bfloat16", "float16")
+TUNED = ("pair", "schedule")
 
 
 class SettingError(ValueError):
@@ -75,6 +76,7 @@ class Training:
         save_every: The number of updates between checkpoints; there is one after every evaluation, too.
         tune_every: The number of updates after which beta and gamma are chosen anew, by `revdeq.tune` for the next
             batch; None leaves them as they are.
+        tune: What is chosen then: "pair", one for all half-steps, or "schedule", one for each.
 
     Raises:
         SettingError: A value is not possible.
@@ -101,6 +103,7 @@ class Training:
     evaluate_every: int | None = None
     save_every: int = 200
     tune_every: int | None = None
+    tune: str = "pair"
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
@@ -130,7 +133,7 @@ class Training:
                 raise SettingError(f"{name}={getattr(self, name)!r}: it must be 0 or larger")
         if self.seed >= 2**63:
             raise SettingError(f"seed={self.seed!r}: it must be below 2**63")
-        for name, values in (("schedule", SCHEDULES), ("autocast", AUTOCAST)):
+        for name, values in (("schedule", SCHEDULES), ("autocast", AUTOCAST), ("tune", TUNED)):
             if getattr(self, name) not in values:
                 raise SettingError(f"{name}={getattr(self, name)!r}: it must be one of {', '.join(map(str, values))}")
 

@@ -239,6 +239,11 @@ class Run:
             try_out(self.model, what, self._batch_of(0), training.autocast, processes.device, text)
         if training.tune_every is not None and not any(isinstance(m, RevDEQ) for m in self.model.modules()):
             raise SettingError(f"tune_every={training.tune_every}: the model has no equilibrium to tune; leave it out")
+        if training.tune == "schedule" and preset.range_of_steps is not None:
+            raise SettingError(
+                f"tune='schedule': one is made for a number of steps, and max_steps={preset.range_of_steps} is a range; "
+                "use tune=pair"
+            )
         self.parameters = count_parameters(self.model)
         if training.compile:
             _compile_f(self.model)
@@ -356,14 +361,15 @@ class Run:
         self.model.eval()  # so that no running statistic moves
         if self.processes.first:
             with torch.autocast(self.processes.device.type, **autocast(self.training.autocast)):
-                tune_layers(self.model, inputs)
+                tune_layers(self.model, inputs, schedule=self.training.tune == "schedule")
         for layer in self.model.modules():
             if isinstance(layer, RevDEQ):
-                layer.use(*self.processes.all_of((layer.beta, layer.gamma))[0])
+                layer.use(*self.processes.all_of((layer.beta, layer.gamma, layer.schedule))[0])
         self.model.train()
         if self.progress is not None and self.processes.first:
             found = ", ".join(f"{name} {_rounded(value)}" for name, value in coefficients(self.model).items())
-            self.progress.say(f"tuned after update {self.update:,}: {found}")
+            each = ", and a pair for each half-step" if self.training.tune == "schedule" else ""
+            self.progress.say(f"tuned after update {self.update:,}: {found}{each}")
 
     def _take_steps(self, most: bool = False) -> None:
         """Where max_steps is a range, those of this update, or the most; the same on all processes."""
