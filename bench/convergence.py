@@ -6,6 +6,9 @@ residual: how large ‖f(z) - z‖ / ‖z‖ is after so many evaluations of f, 
 evaluations, time and memory, to reach 1e-2, 1e-3 and 1e-4.
 gradient: how far the gradient of the worst parameter is from that of the fixed point, relative, in the 2-norm, and what
 a forward and a backward pass take. The fixed point and its gradient are computed once, in float64, to 1e-10.
+held out: the residual after so many evaluations on batches that nothing was tuned for, with a schedule (a pair for
+every half-step, found from other batches), with the best pair for all of them, and with Anderson's best setting, chosen
+afterwards.
 
 Both sides are tuned, with the same number of solves and by the same residual: ours by `revdeq.tune`, Anderson
 acceleration by its history, regularisation and damping. "as it is" stands for torchdeq's own settings. All on one
@@ -44,9 +47,13 @@ HISTORIES, REGULARISATIONS, DAMPINGS = (3, 4, 5, 6, 8, 10), (1e-4, 1e-8), (0.8, 
 SETTLED, LONGEST = 1e-10, 3000
 FINE, COARSE = (8, 12, 16, 24, 32, 48), (16, 32)
 """Evaluations of a forward pass. As many products solve the adjoint equation."""
+SCHEDULED = (4, 8, 12, 16)
+"""Evaluations that schedules are made for."""
 PROVIDERS = {
     "ours, tuned, implicit": FINE,
     "ours, tuned, exact": (8, 16, 24, 40),
+    "ours, schedule, implicit": SCHEDULED,
+    "ours, schedule, exact": SCHEDULED,
     "ours, beta .5, implicit": (32,),
     "ours, beta .8, implicit": COARSE,
     "ours, beta .5, exact": (32,),
@@ -57,6 +64,8 @@ PROVIDERS = {
     "Anderson, phantom": (16,),
 }
 QUICK = {"ours, tuned, implicit": (16,), "Anderson, IFT": (16,)}
+SEEN, HELD_OUT = 3, 2
+"""Batches to tune for, and to measure on."""
 MEMORY_AT = 24
 """Evaluations at which the memory is measured, or the next. Of ours it does not depend on them, nor of Anderson's."""
 
@@ -68,7 +77,7 @@ class Problem:
         if block in BLOCKS:
             self.f, x, self.seed = problem(block, batch or BLOCKS[block])
         else:
-            self.f, x = trained(block)
+            self.f, (x,) = trained(block)
             self.seed = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
         self.x, self.parameters = x.detach(), list(self.f.parameters())
         tuning = revdeq.tune(self.f, torch.zeros_like(x), self.x, beta=0.8, max_steps=TUNED_AT // 2)
@@ -87,8 +96,14 @@ class Problem:
     def residual(self, z):
         return relative(self.at(z), z)
 
-    def _pair(self, name):
+    def _pair(self, name, k=None):
+        if "schedule" in name:
+            return {**self.pair, "schedule": self.schedule(k)}
         return self.pair if "tuned" in name else {"beta": 0.5 if "beta .5" in name else 0.8}
+
+    @functools.cache  # noqa: B019  there are four, and the problem lives as long as they are needed
+    def schedule(self, k):
+        return revdeq.tune(self.f, torch.zeros_like(self.x), self.x, beta=0.8, max_steps=k // 2, schedule=True).schedule
 
     def solvers(self, anderson=None):
         """Solves without a gradient, by the number of evaluations."""
@@ -117,7 +132,7 @@ class Problem:
         name, *_, kind = provider.split(", ")
         z0 = torch.zeros_like(self.x)
         if name == "ours":
-            z = revdeq.solve(self.f, z0, self.x, max_steps=k // 2, gradient=kind, **self._pair(provider)).z
+            z = revdeq.solve(self.f, z0, self.x, max_steps=k // 2, gradient=kind, **self._pair(provider, k)).z
         else:
             solver = {"Anderson": "tuned", "Anderson as it is": "anderson", "Broyden": "broyden"}[name]
             # By a hook the gradient takes less time and memory than by torchdeq's default.
@@ -153,18 +168,23 @@ class Problem:
         return {k: sizes[k] for k in range(2, MOST + 1, 2)}
 
     def _along_torchdeqs(self, solver, **settings):
-        calls = 0
+        return along_torchdeqs(solver, self.f, self.x, MOST, **settings)
 
-        def f(z):
-            nonlocal calls
-            calls += 1
-            return self.at(z)
 
-        z0 = torch.zeros_like(self.x)
-        steps = {"max_iter": MOST, "indexing": range(1, MOST + 2)}
-        _, states, _ = get_solver(solver)(f, z0, tol=0.0, stop_mode="rel", **steps, **settings)
-        first = calls - len(states) + 1  # an evaluation each
-        return {k: self.residual(z) for k, z in enumerate(states, first)}
+@torch.no_grad()
+def along_torchdeqs(solver, f, x, most, **settings):
+    """Its residuals by the number of evaluations."""
+    calls = 0
+
+    def counted(z):
+        nonlocal calls
+        calls += 1
+        return f(z, x)
+
+    steps = {"max_iter": most, "indexing": range(1, most + 2)}
+    _, states, _ = get_solver(solver)(counted, torch.zeros_like(x), tol=0.0, stop_mode="rel", **steps, **settings)
+    first = calls - len(states) + 1  # an evaluation each
+    return {k: relative(f(z, x), z) for k, z in enumerate(states, first)}
 
 
 def fixed_points_gradient(f, x, seed, beta, gamma):
@@ -257,6 +277,37 @@ def measure_gradients(given, block, add, quick, clock):
         print(f"  {name:26}{k:12}{took:>12}{distances[name, k]:12.1e}{memory[name] / 2**20:8.1f} MiB", flush=True)
 
 
+def measure_schedules(block, add, clock, counts=SCHEDULED):
+    """On batches that nothing was tuned for. Nothing depends on the time, but that of the search."""
+    f, xs = trained(block, SEEN + HELD_OUT)
+    first, *others = [(torch.zeros_like(x), x) for x in xs[:SEEN]]
+    names = ("m", "lam", "tau")
+    settings = [dict(zip(names, v, strict=True)) for v in itertools.product(HISTORIES, REGULARISATIONS, DAMPINGS)]
+    theirs = [[along_torchdeqs("anderson", f, x, max(counts), **each) for each in settings] for x in xs[SEEN:]]
+
+    @torch.no_grad()
+    def residual(x, **how):
+        z = revdeq.solve(f, torch.zeros_like(x), x, **how).z
+        return relative(f(z, x), z)
+
+    print(f"\n{block}, held out\n  {'evaluations':>12}{'schedule':>12}{'tuned':>12}{'Anderson':>12}{'search':>12}")
+    for k in counts:
+        began = clock()
+        found = revdeq.tune(f, *first, batches=others, beta=0.8, max_steps=k // 2, schedule=True)
+        took = clock() - began
+        pair = {"beta": found.beta, "gamma": found.gamma, "max_steps": k // 2}
+        sizes = {
+            "ours, schedule": [residual(x, schedule=found, **pair) for x in xs[SEEN:]],
+            "ours, tuned": [residual(x, **pair) for x in xs[SEEN:]],
+            "Anderson": [min(each[k] for each in batch) for batch in theirs],
+        }
+        for name, values in sizes.items():
+            add(f"held out, {block}", name, k, "residual", values)
+        add(f"held out, {block}", "ours, schedule", k, "seconds of the search", [took])
+        cells = [f"{sum(values) / len(values):12.1e}" for values in sizes.values()]
+        print(f"  {k:12}" + "".join(cells) + f"{took:10.0f} s", flush=True)
+
+
 def main():
     table, quick = options(__doc__, "one block, two solvers, few rounds")
     warnings.simplefilter("ignore", revdeq.ConvergenceWarning)  # of few evaluations, which are to be seen
@@ -267,6 +318,8 @@ def main():
         add = table.add if table else lambda *row: None
         measure_residuals(given, block, add, quick, clock)
         measure_gradients(given, block, add, quick, clock)
+        if block not in BLOCKS:
+            measure_schedules(block, add, clock)
 
 
 if __name__ == "__main__":

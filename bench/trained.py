@@ -3,6 +3,7 @@
 They are trained once, for some minutes, with the data in REVDEQ_DATA, and kept in runs/bench.
 """
 
+import itertools
 import os
 from pathlib import Path
 
@@ -27,8 +28,8 @@ def available() -> list[str]:
     return []
 
 
-def trained(block: str) -> tuple[torch.nn.Module, torch.Tensor]:
-    """f, in evaluation mode, and its x for validation data."""
+def trained(block: str, batches: int = 1) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+    """f, in evaluation mode, and its x for batches of validation data."""
     data, out = Path(os.environ["REVDEQ_DATA"]), RUNS / PRESETS[block]
     # Once; and if the preset has become another, the run of before is refused.
     preset = configured(PRESETS[block], {"updates": UPDATES})
@@ -39,6 +40,7 @@ def trained(block: str) -> tuple[torch.nn.Module, torch.Tensor]:
     seen: list[torch.Tensor] = []
     hook = equilibrium.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     with torch.no_grad():
-        model(next(iter(found.dataset.evaluation("valid", EXAMPLES[block]))).inputs)
+        for batch in itertools.islice(found.dataset.evaluation("valid", EXAMPLES[block]), batches):
+            model(batch.inputs)
     hook.remove()
-    return equilibrium.f, seen[0].clone()
+    return equilibrium.f, [x.clone() for x in seen]

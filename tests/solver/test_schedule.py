@@ -11,7 +11,7 @@ from torch import nn
 import revdeq
 from revdeq._solver.schedule import CLOSEST_TO_1, inside
 from revdeq._solver.tune import OPTIONS
-from revdeq.models import ConvBlock, TransformerBlock
+from revdeq.models import ConvBlock
 
 
 @pytest.fixture(autouse=True)
@@ -19,12 +19,19 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def short(monkeypatch):
+    """A descent that is long enough to be better than a pair."""
+    monkeypatch.setattr("revdeq._solver.schedule.UPDATES", 40)
+
+
 def random_schedule(count, closest=1 / 4):
-    """Coefficients that are exact in float32, so that both sides compute with the same."""
+    """Of 32nds: their products are exact in float32, and 1 - beta is a fraction that integers take as it is, so that
+    whoever computes, computes with the same."""
     below = torch.randint(0, 2, (count,)).bool()
     distance = closest + (0.9 - closest) * torch.rand(count)
     beta = torch.where(below, 1 - distance, 1 + distance)
-    return torch.stack([beta, 0.2 + 1.3 * torch.rand(count)], 1).float().double()
+    return (torch.stack([beta, 0.2 + 1.3 * torch.rand(count)], 1).double() * 32).round() / 32
 
 
 class Block(nn.Module):
@@ -79,8 +86,8 @@ def test_auto_counts_the_bits_of_every_half_step():
 @pytest.mark.parametrize("backward_steps", [None, 1, 3])
 @pytest.mark.parametrize("of", ["z", "y", "both"])
 def test_the_gradient_by_the_coefficients_is_that_of_a_stored_graph(backward_steps, of):
-    """In float64, to 1e-9: 10 half-steps lose at most 10 log2(1.9 / .25) = 30 of 53 bits, and 2^-23 of what is lost last
-    never adds up, because these steps contract."""
+    """In float64, to 1e-9: a half-step back magnifies what rounding lost, 2^-53, by at most (1 + 1.9 * 1.5) / .5 < 2^3, and
+    typically by 2: 2^-53 * 2^20 is 1e-10 for the ten of them."""
     f, x, z0 = Block(dtype=torch.float64), torch.randn(4, 6).double(), torch.randn(4, 6).double().requires_grad_()
     schedule = random_schedule(10, closest=0.5).requires_grad_()
     inputs = [schedule, *f.parameters()] + ([z0] if backward_steps is None else [])
@@ -166,7 +173,7 @@ def test_the_implicit_gradient_with_a_schedule_is_that_of_the_fixed_point():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_the_adjoint_equation_converges_faster_with_the_schedule_that_was_found():
+def test_the_adjoint_equation_converges_faster_with_the_schedule_that_was_found(short):
     """It has the spectrum of the forward one, and so the same schedule is good for it."""
     f, x = Block(), torch.randn(16, 6)
     found = revdeq.tune(f, torch.zeros_like(x), x, max_steps=3, schedule=True)
@@ -190,8 +197,7 @@ def test_fewer_steps_take_its_first_pairs_and_after_its_end_the_constant_pair_go
         z = revdeq.solve(f, torch.zeros_like(x), x, max_steps=max_steps, schedule=schedule, **pair).z
         rows = [*schedule.tolist(), *[(0.75, 1.25)] * 4][: 2 * max_steps]
         _, expected = unrolled(lambda z: f(z, x), torch.zeros_like(x), rows)
-        # state="auto" rounds 1 - beta to a fraction p / d with d <= 64, which is off by at most 1 / (2 * 64) of 1 / 64
-        torch.testing.assert_close(z, expected, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(z, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_with_a_tolerance_it_goes_on_until_there():
@@ -210,7 +216,6 @@ def blocks():
     return {
         "linear": (Block(16), lambda: torch.randn(32, 16)),
         "conv": (ConvBlock(8), lambda: torch.randn(4, 8, 6, 6)),
-        "transformer": (TransformerBlock(16, heads=2), lambda: torch.randn(4, 6, 16)),
     }
 
 
@@ -233,7 +238,7 @@ def test_it_beats_the_best_pair_on_a_batch_that_it_has_not_seen(name):
     assert residual(f, x, schedule=found, **pair) == pytest.approx(found.residual, rel=0.05)
 
 
-def test_it_is_never_worse_than_the_pair_on_what_it_was_given(monkeypatch):
+def test_it_is_never_worse_than_the_pair_on_what_it_was_given(short, monkeypatch):
     """Also where the descent goes astray."""
     monkeypatch.setattr("revdeq._solver.schedule.RATE", 30.0)
     f, x = Block(), torch.randn(8, 6)
@@ -244,7 +249,7 @@ def test_it_is_never_worse_than_the_pair_on_what_it_was_given(monkeypatch):
         assert found.schedule == ((pair.beta, pair.gamma),) * 4
 
 
-def test_several_batches_count_alike():
+def test_several_batches_count_alike(short):
     f = Block(16)
     xs = [torch.randn(4, 16) for _ in range(3)]
     batches = [(torch.zeros_like(x), x) for x in xs]
@@ -254,7 +259,7 @@ def test_several_batches_count_alike():
     assert found.residual <= min(t.residual for t in found.trials)
 
 
-def test_f_and_the_generators_are_left_alone():
+def test_f_and_the_generators_are_left_alone(short):
     f, x = Block(), torch.randn(8, 6)
     f.linear.bias.requires_grad_(False)
     f.linear.weight.grad = torch.ones_like(f.linear.weight)
@@ -272,20 +277,20 @@ def test_f_and_the_generators_are_left_alone():
     assert (f.linear.weight.requires_grad, f.linear.bias.requires_grad) == (True, False)
 
 
-def test_where_integers_do_not_fit_the_descent_takes_the_other_state():
+def test_where_integers_do_not_fit_the_descent_takes_the_other_state(short):
     """Magnitudes beyond 128, and more steps than float64 is safe for."""
     f, x = Block(), 1000 * torch.randn(8, 6)
     found = revdeq.tune(lambda z, x: 1000 * f(z / 1000, x / 1000), torch.zeros_like(x), x, max_steps=5, schedule=True)
     assert found.residual < min(t.residual for t in found.trials)
 
 
-def test_with_a_tolerance_it_is_as_long_as_the_best_pair_takes():
+def test_with_a_tolerance_it_is_as_long_as_the_best_pair_takes(short):
     f, x = Block(), torch.randn(8, 6)
     found = revdeq.tune(f, torch.zeros_like(x), x, max_steps=50, tol=1e-2, schedule=True)
     assert len(found.schedule) == found.evaluations < 20
 
 
-def test_an_f_with_an_index_and_more_to_return():
+def test_an_f_with_an_index_and_more_to_return(short):
     weights = [torch.randn(6, 6) / 4 for _ in range(4)]
 
     def f(z, x, evaluation, scale):
@@ -307,7 +312,7 @@ def test_its_options_are_those_that_mean_something():
         revdeq.tune(torch.cos, x, batches=[x])
 
 
-def test_a_table_and_a_plot(tmp_path):
+def test_a_table_and_a_plot(short, tmp_path):
     f, x = Block(), torch.randn(8, 6)
     found = revdeq.tune(f, torch.zeros_like(x), x, max_steps=2, schedule=True)
     assert "a pair for each of 4 half-steps" in str(found) and str(found).splitlines()[-5] == "  beta   gamma"
@@ -324,7 +329,7 @@ def test_a_table_and_a_plot(tmp_path):
 # Where it is kept
 
 
-def test_a_layer_saves_and_loads_it():
+def test_a_layer_saves_and_loads_it(short):
     f, x = Block(), torch.randn(8, 6)
     deq = revdeq.RevDEQ(f, max_steps=2)
     found = deq.tune(x, schedule=True, batches=[(torch.randn(8, 6),)])
@@ -342,6 +347,7 @@ def test_a_layer_saves_and_loads_it():
     assert other.schedule is None and other.beta == deq.beta
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_distributed_checkpoints_have_it(tmp_path):
     """They load into the tensors that are there, whose shapes must be known: the schedule's length comes first."""
     x = torch.randn(8, 6)
