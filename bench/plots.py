@@ -27,6 +27,7 @@ COLORS = {
     "unfused, in place": "#f2a541",
     "torch.compile": "#9b5de5",
     "copy": "#8c8c8c",
+    "ours, schedule": "#e4572e",
     "ours, tuned": "#2f7ed8",
     "ours, beta .8": "#13b5b1",
     "ours, beta .5": "#8c8c8c",
@@ -44,6 +45,8 @@ FOUR = (*BLOCKS, "trained conv block", "trained transformer block")
 GRADIENTS = {
     "ours, tuned, implicit": ("#2f7ed8", "o-"),
     "ours, tuned, exact": ("#13b5b1", "o-"),
+    "ours, schedule, implicit": ("#e4572e", "o-"),
+    "ours, schedule, exact": ("#e4572e", "o:"),
     "ours, beta .8, implicit": ("#2f7ed8", "s:"),
     "ours, beta .8, exact": ("#13b5b1", "s:"),
     "Anderson, IFT": ("#9b5de5", "^-"),
@@ -89,6 +92,8 @@ def _figures(series):
     if any(key[0].startswith("gradient, ") for key in series):
         yield "convergence", _residuals(series)
         yield "gradient", _distances(series)
+    if any(key[0].startswith("held out, ") for key in series):
+        yield "schedule", _schedules(series)
     if any(key[0].startswith("dial, ") for key in series):
         yield "dial", _dial(series)
 
@@ -179,6 +184,8 @@ def _panels_of_blocks(series, start):
     rows = (len(blocks) + 1) // 2
     figure, axes = plt.subplots(rows, 2, figsize=(9, 0.9 + 2.9 * rows), layout="constrained", squeeze=False)
     panels = dict(zip(blocks, axes.flat, strict=False))
+    for axis in axes.flat[len(blocks) :]:
+        axis.remove()
     for block, axis in panels.items():
         axis.set_title(block)
     return figure, panels
@@ -196,6 +203,20 @@ def _residuals(series):
     return _with_legend(figure)
 
 
+def _schedules(series):
+    """What is left on batches that nothing was tuned for: every point has a schedule, or a pair, of its own."""
+    figure, panels = _panels_of_blocks(series, "held out")
+    for block, axis in panels.items():
+        for provider, style in (("ours, schedule", "o-"), ("ours, tuned", "s-"), ("Anderson", "^:")):
+            points = series.get((f"held out, {block}", provider, "float32", "residual"), {})
+            sizes = [points[k].p50 for k in sorted(points)]
+            axis.plot(sorted(points), sizes, style, color=COLORS[provider], label=provider, markersize=4)
+            axis.set_xticks(sorted(points))
+        axis.set(yscale="log", xlabel="evaluations of f", ylabel="‖f(z) - z‖ / ‖z‖")
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    return _with_legend(figure)
+
+
 def _distances(series):
     """How far the gradient is from the fixed point's, and what it took."""
     figure, panels = _panels_of_blocks(series, "gradient")
@@ -206,6 +227,8 @@ def _distances(series):
                 for quantity in ("seconds", "distance")
             )
             sizes = [k for k in sorted(seconds) if distances[k].p50 < 10]
+            if not sizes:
+                continue
             times = [1e3 * seconds[k].p50 for k in sizes]
             axis.plot(
                 times,

@@ -175,6 +175,27 @@ def convergence(numbers):
     return markdown(["evaluations to a residual of 1e-2 / 1e-3 / 1e-4", *FOUR], rows)
 
 
+def schedule(numbers):
+    """On held-out batches, by the number of evaluations."""
+    blocks = [b for b in FOUR if numbers.providers(f"held out, {b}")]
+    rows = []
+    for block in blocks:
+        found = {
+            name: numbers.by_size(f"held out, {block}", name, "residual")
+            for name in ("ours, schedule", "ours, tuned", "Anderson")
+        }
+        counts = list(found["ours, schedule"])
+        for name, label in (
+            ("ours, schedule", "a pair for every half-step"),
+            ("ours, tuned", "the best pair for all"),
+            ("Anderson", "torchdeq's Anderson, best of 24 settings"),
+        ):
+            rows.append([f"{block}: {label}", *(f"{found[name][k]:.1e}" for k in counts)])
+        ratios = [found["ours, schedule"][k] / found["Anderson"][k] for k in counts]
+        rows.append([f"{block}: schedule over Anderson", *(f"{r:.2f}" for r in ratios)])
+    return markdown(["residual on held-out batches, by evaluations", *map(str, counts)], rows)
+
+
 def implicit(numbers):
     """To the same distance from the fixed point's gradient."""
     rows = []
@@ -279,6 +300,7 @@ TABLES = {
     "whole-step": whole_step,
     "reversal": reversal,
     "convergence": convergence,
+    "schedule": schedule,
     "implicit": implicit,
     "dial": dial,
     "decode": decode,

@@ -185,6 +185,7 @@ class RevDEQ(nn.Module):
     def options(self) -> dict[str, Any]:
         """The options as they are now, by name: the keywords that `revdeq.solve` is called with."""
         if not torch.compiler.is_compiling() and self.coefficients._version != self._seen:
+            self._seen = self.coefficients._version
             self._take(self.coefficients)  # another process, or an average, has written to them
         return {name: getattr(self, name) for name in NAMES}
 

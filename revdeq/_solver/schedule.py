@@ -1,7 +1,7 @@
 """A schedule: a pair (beta, gamma) for every half-step, found by gradient descent through the solve.
 
-K evaluations of f are a polynomial of degree K in its Jacobian, with 2 K numbers to choose. A constant pair is one point
-of that space, made for K without end; for the K of a real solve there are better ones.
+K evaluations of f are a polynomial of degree K in its Jacobian, with 2 K numbers to choose. A constant pair is one
+point of that space, made for K without end; for the K of a real solve there are better ones.
 """
 
 import math
@@ -22,6 +22,10 @@ CLOSEST_TO_1 = 1 / 16
 
 UPDATES, RATE = 150, 0.04
 """Of the descent, and where its rate begins to fall, along a cosine."""
+
+SETTLED = 0.6
+"""After this share of them it goes on from the best one so far, and no beta crosses the gap around 1 any more: where it
+would like to be in it, it would go from side to side."""
 
 HISTORIES, REGULARISATIONS = (3, 5, 8), (1e-4, 1e-8)
 """Settings of Anderson acceleration to compare with."""
@@ -110,19 +114,19 @@ def log_residual(out: Any, z: Any) -> Tensor:
 
 
 def descend(problem: Problem, start: Pairs, done: Callable[[], None]) -> Pairs:
-    """A schedule whose residual after its last half-step is small: gradient descent from another, with one batch after
-    the other."""
+    """A schedule whose residual after its last half-step is small: the best on the way of a gradient descent from
+    another one, with one batch after the other."""
     learnt = torch.tensor(start, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.Adam([learnt], lr=RATE, betas=(0.9, 0.99))
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, UPDATES)
-    settings = {"max_steps": len(start) // 2, "state": "auto"}
-    last = start
+    settings: dict[str, Any] = {"max_steps": len(start) // 2, "state": "auto"}
+    losses: list[float] = []
+    best, found = math.inf, start
     with torch.inference_mode(False), torch.enable_grad():
-        for update in range(UPDATES):
+        while len(losses) < UPDATES:
             used = inside(learnt)
-            batch = update % len(problem.batches)
             try:
-                loss, _ = problem.solved(batch, schedule=used, **settings)
+                loss, _ = problem.solved(len(losses) % len(problem.batches), schedule=used, **settings)
             except OverflowError:  # of integers, where they would be needed; the float64 state has room
                 if settings["state"] == "float64":
                     break
@@ -133,22 +137,27 @@ def descend(problem: Problem, start: Pairs, done: Callable[[], None]) -> Pairs:
             (slope,) = torch.autograd.grad(loss, learnt)
             if not (loss.isfinite() and slope.isfinite().all()):
                 break
-            last = tuple((beta, gamma) for beta, gamma in used.tolist())
+            losses.append(loss.item())
+            recent = losses[-len(problem.batches) :]
+            if len(recent) == len(problem.batches) and sum(recent) < best:
+                best, found = sum(recent), tuple((beta, gamma) for beta, gamma in used.tolist())
             learnt.grad = slope / slope.norm().clamp(min=1)
             optimizer.step()
             rate.step()
             with torch.no_grad():
                 learnt.clamp_(0.05, 3)
                 learnt[:, 0].clamp_(max=1.95)
+                if len(losses) == round(SETTLED * UPDATES):
+                    learnt.copy_(torch.tensor(found))
+                if len(losses) >= SETTLED * UPDATES:
+                    learnt.copy_(inside(learnt))
             done()
-        else:
-            last = tuple((beta, gamma) for beta, gamma in inside(learnt).tolist())
-    return last
+    return found
 
 
 def anderson(problem: Problem, count: int) -> list[float]:
-    """The residual of the first batch after 1, ..., `count` evaluations with Anderson acceleration, whose setting is the
-    best for the last of them."""
+    """The residual of the first batch after 1, ..., `count` evaluations with Anderson acceleration, whose setting is
+    the best for the last of them."""
     with torch.no_grad():
         tried = [_anderson(problem, count, m, lam) for m in HISTORIES for lam in REGULARISATIONS]
     return min(tried, key=lambda sizes: sizes[-1])

@@ -32,8 +32,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _device
+from ..kernels.radix import Radix
 from .monitor import ConvergenceWarning
-from .options import options_from, with_options
+from .options import Exact, options_from, with_options
 from .schedule import CLOSEST_TO_1, UPDATES, Pairs, Problem, anderson, descend
 from .solve import checked_f
 from .state import checked_state
@@ -64,8 +65,8 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `revdeq.tune` found. Print it for a table, or plot it. `solve` and `RevDEQ` take it as `schedule=`, if it has
-    one.
+    """What `revdeq.tune` found. Print it for a table, or plot it. If it has a schedule, `solve` and `RevDEQ` take it as
+    schedule=found.
 
     Attributes:
         beta, gamma: The best pair.
@@ -101,7 +102,10 @@ class Tuning:
             lines.append(words.rstrip())
         if self.schedule is not None:
             nearer = self._best.residual / self.residual
-            lines += ["", f"a pair for each of {len(self.schedule)} half-steps: {self.residual:.1e}, {nearer:.1f} times"]
+            lines += [
+                "",
+                f"a pair for each of {len(self.schedule)} half-steps: {self.residual:.1e}, {nearer:.1f} times",
+            ]
             lines[-1] += " nearer than the best pair for all"
             lines += ["", "  beta   gamma"]
             lines += [f"{beta:6.3f}  {gamma:6.3f}" for beta, gamma in self.schedule]
@@ -195,11 +199,11 @@ def tune(
     `tol`, with which it comes closer the fastest until there.
 
     It tries at most 24 pairs, each with a solve that builds no graph, by a pattern search from a few that work well
-    for attention and for convolutions. With schedule=True it goes on from the best one to a pair for every half-step, by
-    150 updates of gradient descent through the solve, in the memory of a training step. What it returns is never worse
-    than the pair that it was given, and a schedule is never worse than the best pair. It is deterministic: all solves
-    see the same random draw. f, its parameters and their gradients are left alone. Tune again when f has been trained
-    for a while.
+    for attention and for convolutions. With schedule=True it goes on from the best one to a pair for every half-step,
+    by 150 updates of gradient descent through the solve, in the memory of a training step. What it returns is never
+    worse than the pair that it was given, and a schedule is never worse than the best pair. It is deterministic: all
+    solves see the same random draw. f, its parameters and their gradients are left alone. Tune again when f has been
+    trained for a while.
 
     Args:
         f: As for `revdeq.solve`.
@@ -276,11 +280,13 @@ def _best_pair(problem: Problem, max_steps: int, tol: float | None, given: tuple
 
 
 def _with_schedule(problem: Problem, found: Tuning) -> Tuning:
-    """The best of the schedules that two ways lead to, and of the pair by itself."""
+    """With what the descent from the best pair leads to, or the pair itself, if that is better."""
     count = found.evaluations
     pair = found.beta, found.gamma
     with _progress(UPDATES, "update") as done:
         descended = descend(problem, (pair,) * count, done)
+    # The fractions that state="auto" would take: so all states compute with the same.
+    descended = tuple((Radix.nearest(beta, Exact().fraction_bits, gamma).beta, gamma) for beta, gamma in descended)
     settings = {"beta": found.beta, "gamma": found.gamma, "max_steps": count // 2}
     schedules = [(pair,) * count, descended]
     sizes = [problem.residual(schedule=pairs, **settings)[0] for pairs in schedules]

@@ -241,8 +241,8 @@ class Run:
             raise SettingError(f"tune_every={training.tune_every}: the model has no equilibrium to tune; leave it out")
         if training.tune == "schedule" and preset.range_of_steps is not None:
             raise SettingError(
-                f"tune='schedule': one is made for a number of steps, and max_steps={preset.range_of_steps} is a range; "
-                "use tune=pair"
+                f"tune='schedule': it is made for a number of steps, and max_steps={preset.range_of_steps} is a range: "
+                "use tune='pair'"
             )
         self.parameters = count_parameters(self.model)
         if training.compile:

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import revdeq
@@ -86,8 +85,8 @@ def test_auto_counts_the_bits_of_every_half_step():
 @pytest.mark.parametrize("backward_steps", [None, 1, 3])
 @pytest.mark.parametrize("of", ["z", "y", "both"])
 def test_the_gradient_by_the_coefficients_is_that_of_a_stored_graph(backward_steps, of):
-    """In float64, to 1e-9: a half-step back magnifies what rounding lost, 2^-53, by at most (1 + 1.9 * 1.5) / .5 < 2^3, and
-    typically by 2: 2^-53 * 2^20 is 1e-10 for the ten of them."""
+    """In float64, to 1e-9: a half-step back magnifies what rounding lost, 2^-53, by at most (1 + 1.9 * 1.5) / .5 < 2^3,
+    and typically by 2: 2^-53 * 2^20 is 1e-10 for the ten of them."""
     f, x, z0 = Block(dtype=torch.float64), torch.randn(4, 6).double(), torch.randn(4, 6).double().requires_grad_()
     schedule = random_schedule(10, closest=0.5).requires_grad_()
     inputs = [schedule, *f.parameters()] + ([z0] if backward_steps is None else [])
@@ -103,7 +102,7 @@ def test_the_gradient_by_the_coefficients_is_that_of_a_stored_graph(backward_ste
     ours = torch.autograd.grad(loss(solution.y, solution.z), inputs)
     theirs = torch.autograd.grad(loss(*expected), inputs)
     if backward_steps is not None:
-        assert not ours[0][:first].any() and ours[0][first:].all()
+        assert not ours[0][:first].any() and ours[0][first:-1].all()  # y does not see the last half-step
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * b.abs().max().item())
 
@@ -173,20 +172,6 @@ def test_the_implicit_gradient_with_a_schedule_is_that_of_the_fixed_point():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_the_adjoint_equation_converges_faster_with_the_schedule_that_was_found(short):
-    """It has the spectrum of the forward one, and so the same schedule is good for it."""
-    f, x = Block(), torch.randn(16, 6)
-    found = revdeq.tune(f, torch.zeros_like(x), x, max_steps=3, schedule=True)
-
-    def gradient(**options):
-        z = revdeq.solve(f, torch.zeros_like(x), x, gradient="implicit", check=None, **options).z
-        return torch.autograd.grad(z.square().sum(), f.linear.weight)[0]
-
-    exact = gradient(max_steps=60, beta=found.beta, gamma=found.gamma)
-    constant = (gradient(max_steps=3, beta=found.beta, gamma=found.gamma) - exact).norm()
-    assert (gradient(max_steps=3, schedule=found) - exact).norm() < constant
-
-
 # Fewer and more steps
 
 
@@ -215,7 +200,7 @@ def test_with_a_tolerance_it_goes_on_until_there():
 def blocks():
     return {
         "linear": (Block(16), lambda: torch.randn(32, 16)),
-        "conv": (ConvBlock(8), lambda: torch.randn(4, 8, 6, 6)),
+        "conv": (ConvBlock(8), lambda: torch.randn(16, 8, 6, 6)),
     }
 
 
@@ -234,8 +219,8 @@ def test_it_beats_the_best_pair_on_a_batch_that_it_has_not_seen(name):
     assert all(abs(1 - beta) >= CLOSEST_TO_1 and 0 < gamma <= 3 for beta, gamma in found.schedule)
     pair = {"beta": found.beta, "gamma": found.gamma, "max_steps": 3}
     assert residual(f, other, schedule=found, **pair) < 0.8 * residual(f, other, **pair)
-    # 1 - beta of "auto" is a fraction, which moves the residual by a few per cent at most
-    assert residual(f, x, schedule=found, **pair) == pytest.approx(found.residual, rel=0.05)
+    for state in ("auto", "float64"):  # 1 - beta is a fraction already; float32 sums in f, of which one is 1e-7
+        assert residual(f, x, schedule=found, state=state, **pair) == pytest.approx(found.residual, rel=1e-3)
 
 
 def test_it_is_never_worse_than_the_pair_on_what_it_was_given(short, monkeypatch):
@@ -347,18 +332,16 @@ def test_a_layer_saves_and_loads_it(short):
     assert other.schedule is None and other.beta == deq.beta
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_distributed_checkpoints_have_it(tmp_path):
-    """They load into the tensors that are there, whose shapes must be known: the schedule's length comes first."""
+def test_checkpoints_that_write_into_the_tensors_of_a_layer_bring_it():
+    """As torch.distributed.checkpoint does it, which asks for tensors of the same shapes."""
     x = torch.randn(8, 6)
     deq, other = (revdeq.RevDEQ(Block(), max_steps=2) for _ in range(2))
     deq.use(0.8, 1.1, [(0.7, 1.2), (1.2, 0.9), (0.6, 1.4), (0.8, 1.0)])
-    dcp.save(deq.state_dict(), checkpoint_id=tmp_path, no_dist=True)
     other.use(0.5, 1.0, [(0.5, 1.0)] * 4)
-    state = other.state_dict()
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    other.load_state_dict(state)
-    assert (other.beta, other.schedule) == (0.8, deq.schedule) and torch.equal(other(x), deq(x))
+    with torch.no_grad():
+        for name, tensor in other.state_dict().items():
+            tensor.copy_(deq.state_dict()[name])
+    assert torch.equal(other(x), deq(x)) and (other.beta, other.gamma, other.schedule) == (0.8, 1.1, deq.schedule)
 
 
 def test_the_other_solvers_of_a_model_take_it_too():
