@@ -177,9 +177,8 @@ def convergence(numbers):
 
 def schedule(numbers):
     """On held-out batches, by the number of evaluations."""
-    blocks = [b for b in FOUR if numbers.providers(f"held out, {b}")]
-    rows = []
-    for block in blocks:
+    rows, counts = [], []
+    for block in (b for b in FOUR if numbers.providers(f"held out, {b}")):
         found = {
             name: numbers.by_size(f"held out, {block}", name, "residual")
             for name in ("ours, schedule", "ours, tuned", "Anderson")

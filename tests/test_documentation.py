@@ -109,10 +109,11 @@ def test_methods_are_documented_here_or_by_what_they_implement(entry: Entry):
 
 
 def test_options_are_documented_where_they_are_taken():
-    for name in ("beta", "backward_steps"):
-        for thing in (revdeq.solve, revdeq.RevDEQ, revdeq.verify, revdeq.tune):
-            (arguments,) = [b.entries for b in parsed(thing.__doc__) if b.title == "Args"]
-            assert arguments[name]
+    everywhere, of_a_gradient = "beta", "backward_steps"
+    for thing in (revdeq.solve, revdeq.RevDEQ, revdeq.verify, revdeq.tune):
+        (arguments,) = [b.entries for b in parsed(thing.__doc__) if b.title == "Args"]
+        assert arguments[everywhere]
+        assert (of_a_gradient in arguments) == (thing in (revdeq.solve, revdeq.RevDEQ))
 
 
 # the page

@@ -660,6 +660,21 @@ def test_what_there_is_nothing_of_cannot_be_tuned(tmp_path):
         train_quietly(nn.Linear(2, 2), circle(), tmp_path, tune_every=2)
 
 
+def test_a_schedule_is_found_in_training_and_comes_with_the_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr("revdeq._solver.schedule.UPDATES", 4)
+    model, settings = own_model(), {"tune_every": 2, "tune": "schedule", "updates": 3, "epochs": 1, "batch": 20}
+    train_quietly(model, circle(), tmp_path / "run", **settings)
+    (layer,) = [m for m in model.modules() if isinstance(m, revdeq.RevDEQ)]
+    assert len(layer.schedule) == 2 * layer.max_steps
+    other = own_model()
+    other.load_state_dict(model.state_dict())
+    assert [m.schedule for m in other.modules() if isinstance(m, revdeq.RevDEQ)] == [layer.schedule]
+    with pytest.raises(SettingError, match="tune='both': it must be one of pair, schedule"):
+        configured("prefix-tiny", {"tune": "both"})
+    with pytest.raises(SettingError, match="tune='schedule'.* is a range: use tune='pair'"):
+        train_quietly("prefix-tiny", None, tmp_path / "range", tune="schedule", tune_every=2)
+
+
 def test_what_follows_from_the_data_is_no_setting():
     with pytest.raises(SettingError, match="prefix-tiny has no setting 'features'"):
         configured("prefix-tiny", {"features": 3})
