@@ -181,8 +181,10 @@ def _summary(series):
 def _panels_of_blocks(series, start):
     """A figure with a panel for each block that was measured, two in a row, and the panels by block."""
     blocks = [block for block in FOUR if any(key[0] == f"{start}, {block}" for key in series)]
-    rows = (len(blocks) + 1) // 2
-    figure, axes = plt.subplots(rows, 2, figsize=(9, 0.9 + 2.9 * rows), layout="constrained", squeeze=False)
+    columns = min(2, len(blocks))
+    rows = math.ceil(len(blocks) / columns)
+    size = 4.5 * columns, 0.9 + 2.9 * rows
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     panels = dict(zip(blocks, axes.flat, strict=False))
     for axis in axes.flat[len(blocks) :]:
         axis.remove()
