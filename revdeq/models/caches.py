@@ -14,8 +14,8 @@ class Cache:
 
     A block calls `attend`, or `extend`, once for each of its attentions, in the same order every time.
 
-    Attributes:
-        positions: Of the positions that are evaluated now, (T,) or (B, T), for a block that encodes them itself.
+    Args:
+        caches: All that a text has, which makes them.
 
     Example:
         >>> class Attends(nn.Module):
@@ -40,6 +40,7 @@ class Cache:
 
     @property
     def positions(self) -> Tensor:
+        """Those that are evaluated now, (T,) or (B, T), for a block that encodes them itself."""
         return self._caches.positions
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

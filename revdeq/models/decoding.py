@@ -43,6 +43,10 @@ class Draw(NamedTuple):
 class DecodingModel(Model):
     """What `LanguageModel` and `Transformer` have in common: they write text, token by token.
 
+    Args:
+        args: Those of the model.
+        kwargs: Those of the model.
+
     Example:
         >>> issubclass(revdeq.models.LanguageModel, revdeq.models.DecodingModel)
         True
