@@ -13,7 +13,7 @@ f.
 import argparse
 import itertools
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -97,7 +97,7 @@ class Recursive(nn.Module):
         self.cell, self.places = nn.Embedding(5, width), nn.Embedding(12, width)
         self.start = nn.Parameter(torch.randn(2, width), requires_grad=False)
         # Cycles come to expand while they learn, and gradients would explode in deeper ones: gamma damps them.
-        self.options = {"beta": 0.5, "gamma": 0.5, "max_steps": 2}
+        self.options: dict[str, Any] = {"beta": 0.5, "gamma": 0.5, "max_steps": 2}
         self.cycle, self.head, self.solved = Cycle(width), nn.Linear(width, 4), nn.Linear(width, 1)
         for layer in self.cycle.modules():
             if isinstance(layer, nn.Linear):
@@ -123,8 +123,8 @@ def replaced(which: Tensor, new: Carry, old: Carry) -> Carry:
         return torch.where(which.view(-1, *[1] * (a.dim() - 1)), a, b)
 
     z, y = ({k: choose(a[k], b[k]) for k in a} for a, b in ((new.z, old.z), (new.y, old.y)))
-    tensors = (choose(a, b) for a, b in ((new.clues, old.clues), (new.solution, old.solution)))
-    return Carry(*tensors, z, y, choose(new.segments, old.segments))
+    clues, solution = choose(new.clues, old.clues), choose(new.solution, old.solution)
+    return Carry(clues, solution, z, y, choose(new.segments, old.segments))
 
 
 def detached(state: State) -> State:
@@ -135,7 +135,7 @@ def autocast(on: bool) -> AbstractContextManager[None]:
     return torch.autocast(devices()[0].type, torch.bfloat16, enabled=on)
 
 
-def share_solved(model: nn.Module, solutions: Tensor, count: int, bf16: bool = False) -> tuple[float, float]:
+def share_solved(model: Any, solutions: Tensor, count: int, bf16: bool = False) -> tuple[float, float]:
     """The share of new puzzles that are solved, and how many segments a puzzle took."""
     clues, solution = puzzles(count, solutions)
     carry = model.module.fresh(clues, solution)
