@@ -84,7 +84,7 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.10",
-    install_requires=["torch>=2.8", 'triton>=3.4; platform_system == "Linux" and platform_machine == "x86_64"'],
+    install_requires=["torch>=2.10", 'triton>=3.6; platform_system == "Linux" and platform_machine == "x86_64"'],
     extras_require={
         "demo": ["matplotlib", "scikit-learn", "tqdm"],
         "test": ["hypothesis", "numpy", "pytest", "pytest-benchmark", "pytest-xdist"],

@@ -6,8 +6,8 @@ from typing import Any as _Any
 
 import torch as _torch
 
-if tuple(map(int, _torch.__version__.split(".")[:2])) < (2, 8):  # before anything asks an old one for what it lacks
-    raise ImportError(f"revdeq needs torch 2.8 or later, this is {_torch.__version__}: pip install 'torch>=2.8'")
+if tuple(map(int, _torch.__version__.split(".")[:2])) < (2, 10):  # before anything asks an old one for what it lacks
+    raise ImportError(f"revdeq needs torch 2.10 or later, this is {_torch.__version__}: pip install 'torch>=2.10'")
 
 # Where the repository itself is imported, and not an installation, the kernels lie beside this folder.
 if not (_Path(__file__).parent / "kernels").exists():

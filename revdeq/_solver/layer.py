@@ -76,8 +76,9 @@ class RevDEQ(nn.Module):
         for name in NAMES:
             setattr(self, name, getattr(checked, name))
         self.last = None
-        # Coefficients that were found are saved, broadcast and averaged like any buffer. A row of NaN stands for none.
-        self._found: list[tuple[float, float]] = [(math.nan, math.nan)]
+        # Coefficients that were found are saved, broadcast and averaged like any buffer. Zeros stand for none.
+        self._found: list[tuple[float, float]] = [(0.0, 0.0)]
+        self._seen = 0
         self.register_buffer("coefficients", torch.empty(0))
         self._write()
         self.register_parameter("learnt", None)
@@ -156,7 +157,7 @@ class RevDEQ(nn.Module):
             beta = 1 - CLOSEST_TO_1
         options = {"beta": beta, **{name: getattr(self, name) for name in OPTIONS if name != "beta"}}
         more = [(self._start(batch[0], None), *batch) for batch in batches]
-        given = {"schedule": schedule, "batches": more, "kwargs": kwargs}
+        given: dict[str, Any] = {"schedule": schedule, "batches": more, "kwargs": kwargs}
         found = tune(self.f, self._start(x, z0), x, *args, **given, **options)
         self.use(found.beta, found.gamma, found.schedule)
         return found
@@ -200,7 +201,7 @@ class RevDEQ(nn.Module):
 
     def _take(self, coefficients: Tensor) -> None:
         (beta, gamma), *schedule = coefficients.tolist()
-        if not math.isnan(beta):
+        if beta != 0:
             self.use(beta, gamma, schedule or None)
 
     def _write(self) -> None:

@@ -69,7 +69,7 @@ class Problem:
         """The logarithm of the relative residual of f after a solve, differentiable, and the evaluations it took."""
         z0, *args = self.batches[batch]
         self.rewind()
-        known = {"kwargs": self.kwargs, "indexed": self.indexed, "aux": self.aux, "check": None}
+        known: dict[str, Any] = {"kwargs": self.kwargs, "indexed": self.indexed, "aux": self.aux, "check": None}
         solution = solve(self.f, z0, *args, **known, **settings)
         return log_residual(self.called(solution.z, args, solution.nfe - 1), solution.z), solution.nfe
 

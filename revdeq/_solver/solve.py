@@ -42,6 +42,8 @@ class Solution:
         adjoint: What the backward pass did, once it has run: by how much the adjoint grew, and with
             gradient="implicit" its steps and its change.
         aux: With aux=True, the sum of what f returned beside its state; in `revdeq.steps`, that of this step.
+        carry: The states themselves, from which a solve goes on that is given the solution as z0. None in
+            `revdeq.steps`, and in a copy.
 
     A copy of it (copy.deepcopy) has no graph.
 

@@ -136,6 +136,7 @@ class Tuning:
         try:
             from matplotlib.colors import LogNorm
             from matplotlib.figure import Figure
+            from matplotlib.ticker import MaxNLocator
         except ImportError as error:
             raise ImportError("a plot needs matplotlib: pip install matplotlib, or 'revdeq[demo]'") from error
         figure = Figure(figsize=(5.5, 4), layout="constrained")
@@ -144,7 +145,7 @@ class Tuning:
             for (name, sizes), style in zip(self.curves.items(), ("o-", "s-", "^:"), strict=True):
                 axes.plot(range(1, len(sizes) + 1), sizes, style, label=name, markersize=4)
             axes.set(yscale="log", xlabel="evaluations of f", ylabel="‖f(z) - z‖ / ‖z‖")
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(alpha=0.25)
             figure.legend(loc="outside upper center", ncols=3, frameon=False)
             if path is not None:

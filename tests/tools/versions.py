@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TABLE, FOLDER = ROOT / "docs" / "versions.md", ROOT / ".venv" / "versions"
-VERSIONS = {"2.8.0": "3.10", "2.10.0": "3.11", "2.13.0": "3.12", "2.15.0": "3.15"}
+VERSIONS = {"2.10.0": "3.10", "2.13.0": "3.12", "2.15.0": "3.15"}
 """From the oldest torch that is promised to the newest, with a Python for each."""
 
 GPUS = ("sm_80", "sm_90", "gfx942")

@@ -29,7 +29,7 @@ class Finder:
         if name != "revdeq":
             return None
         end = sys.path.index(HERE) if HERE in sys.path else len(sys.path)
-        return PathFinder.find_spec(name, [*sys.path[:end], {str(Path(__file__).parent.resolve())!r}], target)
+        return PathFinder.find_spec(name, [*sys.path[:end], {str(Path(__file__).parent.parent.resolve())!r}], target)
 
 
 sys.meta_path.insert(0, Finder)
