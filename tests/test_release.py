@@ -52,7 +52,7 @@ def test_an_older_torch_is_refused_at_import(monkeypatch):
     spec = importlib.util.spec_from_file_location("revdeq_elsewhere", revdeq.__file__)
     for version in ("1.13.1", "2.6.0", "2.9.1+cu126"):
         monkeypatch.setattr(torch, "__version__", version)
-        with pytest.raises(ImportError, match=rf"needs torch 2\.10 or later, this is {re.escape(version)}: pip install"):
+        with pytest.raises(ImportError, match=rf"needs torch 2\.10 or later, this is {re.escape(version)}: pip"):
             spec.loader.exec_module(importlib.util.module_from_spec(spec))
     for version in ("2.10.0a0+5228986c39.nv25.6", "2.15.0", "3.0.0"):
         monkeypatch.setattr(torch, "__version__", version)

@@ -1,6 +1,5 @@
 """revdeq.RevDEQ: the reversible equilibrium as a layer."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
