@@ -46,7 +46,7 @@ dist: .venv/installed
 	rm -rf dist && $(BIN)/python -m build && $(BIN)/python -m twine check --strict dist/*
 
 # The torch for AMD's or Intel's GPUs has a Triton of its own, under another name, which one in .venv would hide.
-.venv/installed: setup.py build_backend.py pyproject.toml .ci/constraints.txt kernels/common.h kernels/cpu.c kernels/cpu_exact.c
+.venv/installed: setup.py .ci/build_backend.py pyproject.toml .ci/constraints.txt kernels/common.h kernels/cpu.c kernels/cpu_exact.c
 	@echo "Setting up .venv (torch is large: this takes a minute or two) ..."
 	$(PYTHON) -m venv $(VENV_FLAGS) .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,train,hub,tensorboard,test,torchdeq,lint]'

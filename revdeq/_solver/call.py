@@ -108,7 +108,7 @@ class Call:
         return [x._version for x in self._leaves if _can_change(x)]
 
     def _refuse_changes(self, versions: list[int]) -> None:
-        if self._versions() == versions:
+        if self._versions() == versions or not torch.is_grad_enabled():  # no backward pass follows
             return
         paths = [path for path, x in tree_flatten_with_path((self._args, self._kwargs))[0] if _can_change(x)]
         rows = zip(paths, versions, self._versions(), strict=False)  # f may also have appended to a list

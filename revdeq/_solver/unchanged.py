@@ -68,6 +68,8 @@ class Unchanged:
 
     def __exit__(self, kind: object, *exception: object) -> None:
         changed = [row for row in self._before if row[2]._version != row[3] or _differs(row[2], row[4])]
+        if not torch.is_grad_enabled():  # no backward pass follows: f may fill its caches, but not count statistics
+            changed = [row for row in changed if isinstance(row[1], tuple(_NORMALISING))]
         with torch.no_grad():
             for _, _, buffer, _, copy in changed:
                 if copy is not None:

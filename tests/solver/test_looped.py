@@ -385,3 +385,23 @@ def test_verify_with_an_index_and_what_f_gives_beside_its_state():
     z0, x = inputs()
     report = revdeq.verify(Block(), z0, x, max_steps=N, indexed=True, aux=True)
     assert report.exact and report.evaluations == 2 * N
+
+
+def test_without_a_gradient_f_may_fill_caches():
+    """Keys and values of every evaluation, say: no backward pass will repeat them."""
+    z0, x = inputs()
+    f = Block(indexed=False, aux=False)
+    f.register_buffer("cache", torch.zeros(2 * N, 3, D))
+    given = torch.zeros(2 * N, 3, D)
+
+    def filling(z, x, given, evaluation):
+        f.cache[evaluation] = z
+        given[evaluation] = z
+        return f(z, x)
+
+    with torch.no_grad():
+        solution = revdeq.solve(filling, z0, x, given, max_steps=N, indexed=True)
+    assert torch.equal(f.cache, given) and torch.equal(given[0], z0) and given.abs().sum((1, 2)).all()
+    assert torch.equal(solution.y, given[-1])
+    with pytest.raises(RuntimeError, match=r"args\[1\]|cache"):
+        revdeq.solve(filling, z0, x, given, max_steps=N, indexed=True)
