@@ -68,12 +68,8 @@ class Call:
         if before is None or before != [x._version for x in state]:
             self.changes_its_input = True
         if type(result) is Tensor and (result.dtype, result.shape, result.device, result.layout) == self._like:
-            outputs = [result]
-        else:
-            outputs = flattened(result, state, self._spec)
-        if self.draw.draws is not False:
-            self.draw.judge(outputs)
-        return outputs
+            return [result]
+        return flattened(result, state, self._spec)
 
     def prepare(self, look: bool) -> None:
         """Before the first evaluation. `look`: whether there is a tolerance."""

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -143,13 +142,15 @@ def _autocast(device_type: str) -> dict[str, Any]:
     }
 
 
-RESTARTS = 3
-"""How often a solve begins anew for that reason: more often, f draws another number in every evaluation."""
-
 ANOTHER_THREAD = (
     "another thread draws from torch's default generator while f does, so that f does not draw the same random numbers "
-    "twice, which every evaluation has to: let that thread have a torch.Generator of its own, or call .eval() on the "
-    "layers of f that drop out. (Or f does not compute the same when it is called again.)"
+    "in every evaluation, which it has to: let that thread have a torch.Generator of its own, or call .eval() on the "
+    "layers of f that drop out"
+)
+
+CANNOT_REPEAT = (
+    "f draws random numbers ({name}) while a graph is recorded, and a draw of this device cannot be repeated there, "
+    "which the backward pass has to: call .eval() on the layers of f that drop out, or solve outside of the graph"
 )
 
 
@@ -157,48 +158,33 @@ class OnceMore(Exception):
     """An evaluation is to be repeated: another thread may have drawn at the same time."""
 
 
-class Anew(Exception):
-    """The whole iteration is to be repeated: what its first evaluation drew was another thread's, too."""
-
-
 class Draw:
     """One random draw, seen by every evaluation of f in a solve and in its backward pass.
 
-    It is entered around each evaluation, and `judge` is called with what f returned. A first evaluation that leaves
-    the generators as they were draws nothing, and the others pay nothing.
+    It is entered around each evaluation. A first one that leaves the generators as they were draws nothing, and the
+    others pay nothing.
 
     All threads share the default generators. Evaluations that draw take turns, a thread at a time. Of a first one it is
     not known whether it draws: first ones run beside each other, since they may wait for each other (with a barrier, a
     collective), and are repeated if what they drew was perhaps another's.
 
-    Threads that do not solve may draw at any time. So where any live, an evaluation counts if it leaves the generators
-    where the first one did, or drew nothing. Otherwise it is repeated until two in succession agree, in what they
-    returned, too. A first one that moves the generators is repeated first from where they are now: if it returns the
-    same, f does not draw.
-
-    is_iterating: whether nothing but f draws in this thread, and the iteration can begin anew, because a later
-        evaluation left the generators elsewhere, twice.
+    Threads that do not solve may draw at any time. Where any live, a first evaluation that moved the generators is
+    repeated while its operations are watched, which tells whether it was f; and one that leaves them elsewhere than the
+    first did is repeated until two in succession agree.
     """
 
     _turns: ClassVar = threading.Condition()
     _drawing: ClassVar[list[tuple["Draw", int]]] = []  # evaluations that draw, and their thread
     _first: ClassVar[list[tuple["Draw", int]]] = []  # first evaluations
 
-    _solves: ClassVar[dict[int, "weakref.ref[Draw]"]] = {}  # the last one of each thread
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._solves[threading.get_ident()] = weakref.ref(self)
         self.draws: bool | None = None  # not known before the first evaluation
-        self._start: list[Tensor | None] = []  # of the draw
-        self._end: list[Tensor | None] | None = None
-        self._before: list[Tensor | None] = []  # this evaluation
-        self._left: list[Tensor | None] = []  # by the last one
-        self._doubtful: list[Tensor | None] | None = None  # where one ended that may not count
-        self._tried: tuple[list[Tensor | None], list[Tensor]] | None = None  # how the one before it ended
-        self._attempts = self._restarts = self._moved_between = 0
-        self._rewinds = self._beside_others = self.is_iterating = False
-        self._watch: _NoDraws | None = None
+        self._start: list[Tensor | None] = []
+        self._end: list[Tensor | None] | None = None  # where the last evaluation that counts left the generators
+        self._tried: list[Tensor | None] | None = None  # and one that does not
+        self._attempts, self._beside_others = 0, False
+        self._watch: _Watch | None = None
         # A solve within f belongs to the evaluation of f around it, also when its backward pass has another thread.
         me = threading.get_ident()
         around = [draw for draw, thread in (*self._first, *self._drawing) if thread == me]
@@ -209,106 +195,73 @@ class Draw:
             return
         me = self, threading.get_ident()
         with self._turns:
-            if self._rewinds:
-                self._wait_for(self._has_turn)
-                self._drawing.append(me)
-                self._look_between()
-                _device.set_generator_states(self._device, self._start)
-                self._before = self._start
-            else:
+            if self.draws is None:
                 self._wait_for(lambda: not self._others(self._drawing))
                 others = self._others(self._first)
                 for draw in others:
                     draw._beside_others = True
                 self._beside_others = bool(others)
                 self._first.append(me)
-                self._before = _device.generator_states(self._device)
-                self._start = self._start or self._before
-                if any(state is None for state in self._before):
-                    self._watch = _NoDraws()
+                self._start = self._start or _device.generator_states(self._device)
+                if self._attempts or any(state is None for state in self._start):
+                    self._watch = _Watch()
+            else:
+                self._wait_for(self._has_turn)
+                self._drawing.append(me)
+                _device.set_generator_states(self._device, self._start)
         if self._watch is not None:
             self._watch.__enter__()
 
     def __exit__(self, kind: object, *exception: object) -> None:
         if self.draws is False:
             return
-        if self._watch is not None:
-            self._watch.__exit__(None, None, None)
-            self._watch = None
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.__exit__(None, None, None)
         me = self, threading.get_ident()
         with self._turns:
-            (self._drawing if self._rewinds else self._first).remove(me)
+            (self._first if self.draws is None else self._drawing).remove(me)
             self._turns.notify_all()
-            end = self._left = _device.generator_states(self._device)
+            end = _device.generator_states(self._device)
             if kind is not None:  # as if f had not been called
-                if self._rewinds or self._beside_others or not self._may_be_anothers(self._before, end):
-                    _device.set_generator_states(self._device, self._before)
-            elif self.draws is None and not self._rewinds and _equal(self._before, end):
-                self.draws = False
-            elif self.draws is None and self._beside_others:
-                self.draws = self._rewinds = True
-                self._tried = None
-                raise OnceMore
-            elif self._end is None:
-                if self._may_be_anothers(self._before, end):
-                    self._doubtful = end
-                else:
-                    self._count(end)
-            elif not _equal(self._start, end) and self._may_be_anothers(self._end, end):
-                self._doubtful = end
+                if self.draws or not self._others_may_draw():
+                    _device.set_generator_states(self._device, self._start)
+            elif self.draws is None:
+                self._decide(watch, end)
+            else:
+                self._compare(end)
 
-    def judge(self, outputs: list[Tensor]) -> None:
-        """Ends with `OnceMore` if the last evaluation does not count."""
-        if self._doubtful is None:
-            self._attempts, self._tried = 0, None
-            return
-        end, self._doubtful = self._doubtful, None
-        same = self._tried is not None and all(map(_same, self._tried[1], outputs))
-        self._attempts += 1
-        if same and not _equal(self._before, self._start):
-            self.draws = False
-        elif same and self._tried is not None and _equal(self._tried[0], end):
-            knew = self._end is not None
-            self._count(end)
-            if knew and self.is_iterating and self._restarts < RESTARTS:
-                self._restarts += 1
-                self._attempts, self._tried = 0, None
-                raise Anew
-        elif self._attempts > ATTEMPTS:
-            raise RuntimeError(ANOTHER_THREAD)
-        else:
-            if self._tried is None or self._rewinds:
-                self._tried = end, [x.detach().clone() for x in outputs]
-            # Of a first evaluation, the second attempt only tells whether f draws.
-            self._rewinds = self.draws is True or self._attempts > 1
+    def _decide(self, watch: "_Watch | None", end: list[Tensor | None]) -> None:
+        """After a first evaluation: whether f draws."""
+        if watch is not None and watch.drew and any(state is None for state in self._start):
+            raise RuntimeError(CANNOT_REPEAT.format(name=watch.drew))
+        if watch is not None and self._attempts:  # parts of f that are compiled may compute otherwise when watched
+            self._attempts, self.draws = 0, watch.drew is not None
             raise OnceMore
-        self._attempts, self._tried = 0, None
+        moved = not _equal(self._start, end)
+        if moved and self._beside_others:
+            self.draws = True
+            raise OnceMore
+        if moved and self._others_may_draw():
+            self._attempts = 1
+            raise OnceMore
+        self.draws, self._end = moved, end
 
-    def _count(self, end: list[Tensor | None]) -> None:
-        """An evaluation that draws leaves the generators there."""
-        self.draws = self._rewinds = True
-        self._end = end
+    def _compare(self, end: list[Tensor | None]) -> None:
+        """After an evaluation that draws: whether it was f alone that moved the generators."""
+        counts = self._end is not None and _equal(self._end, end)
+        again = self._tried is not None and _equal(self._tried, end)  # f may draw another number in every evaluation
+        if counts or again or not self._others_may_draw():
+            self._end, self._tried, self._attempts = end, None, 0
+            return
+        self._tried, self._attempts = end, self._attempts + 1
+        if self._attempts > ATTEMPTS:
+            raise RuntimeError(ANOTHER_THREAD)
+        raise OnceMore
 
-    def _may_be_anothers(self, expected: list[Tensor | None], found: list[Tensor | None]) -> bool:
-        """Whether a thread that does not solve may have moved the generators. Those are taken to draw on the CPU. Where
-        a graph is recorded, nothing can be compared."""
-        if threading.active_count() == 1 or _device.is_capturing(self._device):
-            return False
-        return not _equal(expected[:1], found[:1])
-
-    def _look_between(self) -> None:
-        """Between two evaluations this thread draws nothing. One that draws then, again and again, draws while f is
-        evaluated, too, perhaps always as much."""
-        if self.draws and self.is_iterating and not self._others_live():
-            self._moved_between += not _equal(self._left, _device.generator_states(self._device))
-            if self._moved_between > RESTARTS:
-                self._drawing.remove((self, threading.get_ident()))
-                raise RuntimeError(ANOTHER_THREAD)
-
-    def _others_live(self) -> bool:
-        """Whether there are solves in other threads: between two evaluations of this one, theirs rewind."""
-        me = threading.get_ident()
-        return any(thread != me and ref() is not None for thread, ref in list(self._solves.items()))
+    def _others_may_draw(self) -> bool:
+        """Threads that do not solve. While a graph is recorded, nothing can be compared."""
+        return threading.active_count() > 1 and not _device.is_capturing(self._device)
 
     def _wait_for(self, turn: Callable[[], bool]) -> None:
         if not self._turns.wait_for(turn, timeout=PATIENCE):
@@ -362,16 +315,14 @@ def _equal(before: list[Tensor | None], after: list[Tensor | None]) -> bool:
     return all(a is None or b is None or torch.equal(a, b) for a, b in rows)
 
 
-class _NoDraws(TorchDispatchMode):
-    """Where a generator can be neither read nor set, every evaluation would draw anew: that is refused."""
+class _Watch(TorchDispatchMode):
+    """Notices whether what runs within draws: `drew` is the name of the first operation that does."""
+
+    drew: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and _is_active(func, args, kwargs or {}):
-            raise RuntimeError(
-                f"f draws random numbers ({func.overloadpacket.__name__}) while a graph is recorded, and torch "
-                f"{torch.__version__} cannot repeat a draw there, which the backward pass has to: use torch 2.10 or "
-                "later, or call .eval() on the layers of f that drop out, or solve outside of the graph"
-            )
+            self.drew = self.drew or func.overloadpacket.__name__
         return func(*args, **(kwargs or {}))
 
 

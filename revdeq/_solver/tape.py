@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import _device
 from .call import Call
-from .context import Anew, OnceMore, untraced
+from .context import OnceMore, untraced
 from .monitor import Adjoint, Monitor
 from .options import Options
 from .places import Differentiates, Home, Places
@@ -130,14 +130,9 @@ class Tape:
         return self._ended()
 
     def _run(self, look: bool) -> None:
-        self.f.draw.is_iterating = True
-        while True:
-            self.begin(look)
-            with contextlib.suppress(Anew):
-                while not self.step():
-                    pass
-                break
-        self.f.draw.is_iterating = False
+        self.begin(look)
+        while not self.step():
+            pass
 
     def stepwise(self) -> Iterator[End]:
         """Step by step. The states stay here, so that each can be differentiated, also while others are to come."""

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 import revdeq
-from revdeq._solver import tape
 from revdeq._solver.context import Draw
 
 CPU = torch.device("cpu")
@@ -112,10 +111,10 @@ def test_what_another_thread_draws_is_not_drawn_again_if_f_draws_nothing(another
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before f draws", "after"])
-@pytest.mark.parametrize("when", [{1}, {1, 3}, {3}, {9}, {20}, {45}, {1, 2, 3, 9, 10, 20}])
+@pytest.mark.parametrize("when", [{1}, {1, 3}, {3}, {9}, {20}, {45}, {1, 3, 9, 20}])
 def test_beside_a_thread_that_draws_now_and_then_f_keeps_its_mask(another_thread, when, early):
-    """In the first evaluations, later, and on the way back. {1, 3}, early and late: two attempts that agree by chance,
-    with the same numbers or with the same count of them, so that the solve begins anew."""
+    """In the first evaluations, later, and on the way back. If it drew as much in two attempts in succession, they
+    would agree by chance, and the check would tell."""
     w, calls = torch.ones(500, requires_grad=True), 0
 
     def f(z):
@@ -134,14 +133,16 @@ def test_beside_a_thread_that_draws_now_and_then_f_keeps_its_mask(another_thread
     assert has_one_mask(w.grad, 12)
 
 
-def test_a_thread_that_draws_all_the_time_beside_an_f_that_draws_is_named(another_thread, monkeypatch):
-    def f(z):
-        out = F.dropout(torch.ones(500)) + 0 * z
-        another_thread()
-        return out
+def test_a_thread_that_draws_all_the_time_beside_an_f_that_draws_is_named(another_thread):
+    """Another number every time: as long as it is the same, f has the same mask."""
+    calls = []
 
-    relax = tape.relax
-    monkeypatch.setattr(tape, "relax", lambda *args: (another_thread(), relax(*args)))
+    def f(z):
+        calls.append(1)
+        for _ in calls:
+            another_thread()
+        return F.dropout(torch.ones(500)) + 0 * z
+
     with pytest.raises(RuntimeError, match="another thread draws .* torch.Generator of its own"):
         revdeq.solve(f, torch.zeros(500), max_steps=12)
 
