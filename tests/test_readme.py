@@ -12,7 +12,7 @@ README = Path(__file__).parent.parent / "README.md"
 def test_the_example_runs(capsys):
     (example,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     exec(example, {})
-    assert re.fullmatch(r"16 evaluations of f, residual (\d\.\d+e-0\d|0\.0\d+)\n", capsys.readouterr().out)
+    assert re.fullmatch(r"16 evaluations of f, change (\d\.\d+e-0\d|0\.0\d+)\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
