@@ -48,7 +48,7 @@ BENCHMARKS = {
     "step": ("step, ", "tolerance, "),
     "breakdown": ("breakdown, ", "own time of a half-step, ", "own time once, "),
     "predict": ("predicted ",),
-    "convergence": ("residual", "gradient, "),
+    "convergence": ("residual", "gradient, ", "held out"),
     "dial": ("dial, ",),
     "decode": ("decode, ",),
 }

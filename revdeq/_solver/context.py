@@ -168,9 +168,8 @@ class Draw:
     not known whether it draws: first ones run beside each other, since they may wait for each other (with a barrier, a
     collective), and are repeated if what they drew was perhaps another's.
 
-    Threads that do not solve may draw at any time. Where any live, a first evaluation that moved the generators is
-    repeated while its operations are watched, which tells whether it was f; and one that leaves them elsewhere than the
-    first did is repeated until two in succession agree.
+    Threads that do not solve may draw at any time. Where any live, an evaluation that leaves the generators elsewhere
+    than the one before is repeated until two in succession agree.
     """
 
     _turns: ClassVar = threading.Condition()
@@ -202,8 +201,8 @@ class Draw:
                     draw._beside_others = True
                 self._beside_others = bool(others)
                 self._first.append(me)
-                self._start = self._start or _device.generator_states(self._device)
-                if self._attempts or any(state is None for state in self._start):
+                self._start = _device.generator_states(self._device)
+                if any(state is None for state in self._start):
                     self._watch = _Watch()
             else:
                 self._wait_for(self._has_turn)
@@ -224,8 +223,7 @@ class Draw:
             self._turns.notify_all()
             end = _device.generator_states(self._device)
             if kind is not None:  # as if f had not been called
-                if self.draws or not self._others_may_draw():
-                    _device.set_generator_states(self._device, self._start)
+                _device.set_generator_states(self._device, self._start)
             elif self.draws is None:
                 self._decide(watch, end)
             else:
@@ -235,17 +233,9 @@ class Draw:
         """After a first evaluation: whether f draws."""
         if watch is not None and watch.drew and any(state is None for state in self._start):
             raise RuntimeError(CANNOT_REPEAT.format(name=watch.drew))
-        if watch is not None and self._attempts:  # parts of f that are compiled may compute otherwise when watched
-            self._attempts, self.draws = 0, watch.drew is not None
+        self.draws, self._end = not _equal(self._start, end), end
+        if self.draws and self._beside_others:
             raise OnceMore
-        moved = not _equal(self._start, end)
-        if moved and self._beside_others:
-            self.draws = True
-            raise OnceMore
-        if moved and self._others_may_draw():
-            self._attempts = 1
-            raise OnceMore
-        self.draws, self._end = moved, end
 
     def _compare(self, end: list[Tensor | None]) -> None:
         """After an evaluation that draws: whether it was f alone that moved the generators."""

@@ -216,6 +216,13 @@ class RevDEQ(nn.Module):
         self._write()
         return self
 
+    def _save_to_state_dict(self, *args: Any) -> None:
+        """Coefficients that were found may have been changed since, as attributes."""
+        if self._found[0] != (0.0, 0.0) and self._found != (now := [(self.beta, self.gamma), *(self.schedule or ())]):
+            self._found = now
+            self._write()
+        super()._save_to_state_dict(*args)
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """A state in which nothing was found, or which was saved before there was such a buffer, leaves the
         coefficients as they are."""

@@ -46,10 +46,10 @@ UNSETTLED = 0.1
 stochastic gradients hide."""
 
 
-LARGEST_GROWTH = 100.0
+LARGEST_GROWTH = 1000.0
 """The growth of the adjoint, from the last step to the first, that passes without a warning. Where f contracts, it
-shrinks; with a Jacobian that is not normal it may grow a few times first. A recursive model learnt 4 x 4 sudokus with
-a growth of 9, and did not with 2,000."""
+shrinks; with a Jacobian that is not normal it may grow first. Models that learn well had up to 250 when their training
+began (convolutions for images, mazes); a recursive model that learnt nothing had 2,000."""
 
 
 class ReconstructionWarning(UserWarning):

@@ -332,6 +332,7 @@ class Filling:
     def __exit__(self, kind: object, *exception: object) -> None:
         places, filled = self._places, self._filled
         self._within.__exit__()
+        del self._within  # which holds this
         places.running = -1
         places.filled.pop(self._k, None)
         if kind is not None:

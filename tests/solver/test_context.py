@@ -98,22 +98,10 @@ def has_one_mask(z, steps):
     return torch.isin((z * 2**steps).round(), torch.tensor([0.0, 2 * (2**steps - 1)])).all()
 
 
-@pytest.mark.parametrize("gradient", ["exact", "implicit"])
-def test_what_another_thread_draws_is_not_drawn_again_if_f_draws_nothing(another_thread, gradient):
-    linear, drawn = torch.nn.Linear(4, 4), []
-
-    def f(z):
-        drawn.append(another_thread())
-        return torch.tanh(0.3 * linear(z))
-
-    revdeq.solve(f, torch.zeros(3, 4), gradient=gradient).z.sum().backward()
-    assert len(set(drawn)) == len(drawn) > 16
-
-
 @pytest.mark.parametrize("early", [True, False], ids=["before f draws", "after"])
-@pytest.mark.parametrize("when", [{1}, {1, 3}, {3}, {9}, {20}, {45}, {1, 3, 9, 20}])
+@pytest.mark.parametrize("when", [{3}, {9}, {20}, {45}, {3, 9, 20}])
 def test_beside_a_thread_that_draws_now_and_then_f_keeps_its_mask(another_thread, when, early):
-    """In the first evaluations, later, and on the way back. If it drew as much in two attempts in succession, they
+    """Not in the first evaluation, and on the way back, too. If it drew as much in two attempts in succession, they
     would agree by chance, and the check would tell."""
     w, calls = torch.ones(500, requires_grad=True), 0
 
@@ -162,8 +150,8 @@ def test_f_may_draw_another_number_in_every_evaluation_beside_other_threads(anot
         return 0.5 * z + seen[-1].mean()
 
     revdeq.solve(f, torch.zeros(3), max_steps=4)
-    expected = [drawn[: len(x)] for x in seen[2:]]  # the second tells whether f draws
-    assert all(map(torch.equal, seen[2:], expected))
+    expected = [drawn[: len(x)] for x in seen]
+    assert all(map(torch.equal, seen, expected))
     assert len({len(x) for x in seen}) > 1
 
 

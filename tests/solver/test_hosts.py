@@ -416,7 +416,7 @@ def test_f_that_changes_an_argument_in_place_is_refused():
 
     with pytest.raises(RuntimeError, match=r"f changed args\[0\]\['counts'\] in place"):
         revdeq.solve(f, torch.zeros(3), table)
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"f changed args\[0\]\['counts'\] in place"):
+    with torch.no_grad():  # no backward pass follows: it may be a cache
         revdeq.solve(f, torch.zeros(3), table)
 
 

@@ -676,6 +676,7 @@ def test_a_compiled_model_around_the_solve_breaks_its_graph_once():
     assert counter.frame_count == 3, "one graph before the solve, one for the zeros it starts from, one after it"
 
 
+@pytest.mark.cpu
 @compiled
 @pytest.mark.parametrize("kind", ["as it is", "module", "in place", "in a closure"])
 def test_a_compiled_model_says_once_that_its_f_is_not(kind, caplog, monkeypatch):

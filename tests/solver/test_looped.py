@@ -338,7 +338,7 @@ def test_the_growth_of_the_adjoint_is_that_of_the_stored_graph():
 
 def test_an_expanding_loop_is_named_once():
     z0, x = inputs()
-    f = expanding(3.0)
+    f = expanding(30.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -347,7 +347,7 @@ def test_an_expanding_loop_is_named_once():
     (warning,) = caught
     assert warning.category is revdeq.ConvergenceWarning
     assert "grew" in str(warning.message) and "gamma" in str(warning.message)
-    assert solution.adjoint.growth > 100
+    assert solution.adjoint.growth > 1000
 
 
 def test_a_gradient_that_is_not_finite_raises():
@@ -376,9 +376,9 @@ def test_a_copy_of_a_solution_has_no_graph():
 
 def test_verify_reports_the_growth():
     z0, x = inputs()
-    calm, wild = revdeq.verify(Block(indexed=False, aux=False), z0, x), revdeq.verify(expanding(9.0), z0, x, beta=0.8)
+    calm, wild = revdeq.verify(Block(indexed=False, aux=False), z0, x), revdeq.verify(expanding(30.0), z0, x, beta=0.8)
     assert calm.growth < 1 and "multiplied by" in str(calm) and "gamma" not in str(calm)
-    assert wild.growth > 100 and "gamma" in str(wild)
+    assert wild.growth > 1000 and "gamma" in str(wild)
 
 
 def test_verify_with_an_index_and_what_f_gives_beside_its_state():
