@@ -89,6 +89,7 @@ def figures(rows):
             [style, {"savefig.transparent": True, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25}]
         ):
             for name, figure in _figures(series):
+                plt.close(figure)  # pyplot need not keep it, too
                 yield name, suffix, figure
 
 

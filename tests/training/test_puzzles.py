@@ -151,7 +151,7 @@ def test_a_data_set_of_ones_own_is_a_class_and_an_entry(tmp_path, monkeypatch):
 
 
 def test_more_steps_solve_larger_puzzles_than_those_of_the_training(tmp_path):
-    settings = {"bits": 8, "channels": 24, "noise": 0.0, "max_steps": (4, 10), "updates": 200, "lr": 6e-3}
+    settings = {"bits": 8, "channels": 24, "noise": 0.0, "max_steps": (4, 10), "updates": 200, "lr": 6e-3, "seed": 1}
     train.train(configured("prefix-tiny", settings), None, tmp_path / "run", quiet=True)
 
     def solved(bits, max_steps):
@@ -161,4 +161,4 @@ def test_more_steps_solve_larger_puzzles_than_those_of_the_training(tmp_path):
 
     assert solved(8, 8) > 0.98
     assert solved(24, 3) < 0.1
-    assert solved(24, 24) > 0.4  # three seeds: .67, .73, .70
+    assert solved(24, 24) > 0.4  # three seeds, on two kinds of machines: .67, .73, .70 and .14, .57, .59
