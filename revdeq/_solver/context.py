@@ -221,13 +221,12 @@ class Draw:
         with self._turns:
             (self._first if self.draws is None else self._drawing).remove(me)
             self._turns.notify_all()
-            end = _device.generator_states(self._device)
             if kind is not None:  # as if f had not been called
                 _device.set_generator_states(self._device, self._start)
             elif self.draws is None:
-                self._decide(watch, end)
-            else:
-                self._compare(end)
+                self._decide(watch, _device.generator_states(self._device))
+            elif self._others_may_draw():
+                self._compare(_device.generator_states(self._device))
 
     def _decide(self, watch: "_Watch | None", end: list[Tensor | None]) -> None:
         """After a first evaluation: whether f draws."""
@@ -241,7 +240,7 @@ class Draw:
         """After an evaluation that draws: whether it was f alone that moved the generators."""
         counts = self._end is not None and _equal(self._end, end)
         again = self._tried is not None and _equal(self._tried, end)  # f may draw another number in every evaluation
-        if counts or again or not self._others_may_draw():
+        if counts or again:
             self._end, self._tried, self._attempts = end, None, 0
             return
         self._tried, self._attempts = end, self._attempts + 1
