@@ -11,6 +11,7 @@ hides an error elsewhere. It does not see an error in elements much smaller than
 one that f forgets on the way back, so that the pass still arrives: `revdeq.verify` compares every evaluation.
 """
 
+import functools
 import itertools
 import math
 import sys
@@ -82,11 +83,16 @@ class Adjoint:
             explode. None where `check` is.
         steps: With gradient="implicit", the number of steps it took, each with two products.
         change: With gradient="implicit", the relative change of the adjoint in the last of them, a 0-d tensor.
+        norms: Those that `growth` compares, of the gradient by the last states and by the states of the first step.
     """
 
-    growth: Tensor | None = None
     steps: int | None = None
     change: Tensor | None = None
+    norms: Tensor | None = None
+
+    @property
+    def growth(self) -> Tensor | None:
+        return None if self.norms is None else self.norms[1] / self.norms[0]
 
 
 @dataclass(frozen=True)
@@ -233,10 +239,14 @@ def typical_magnitude(x: Tensor) -> Tensor:
         return torch.full((), SMALLEST_SCALE, device=x.device)
     if not torch.ops.aten.is_non_overlapping_and_dense(x):
         x = x.contiguous()
-    stride = next(s for s in itertools.count(-(-n // SAMPLE)) if math.gcd(s, n) == 1)
+    stride = _stride(n)
     sample = x.as_strided((-(-n // stride),), (stride,)).float().abs().sort(descending=True).values
-    middle = sample[1:].count_nonzero() // 2
-    return sample.index_select(0, middle.view(1)).view(()).clamp(min=SMALLEST_SCALE)
+    return sample.take(sample[1:].count_nonzero() // 2).clamp(min=SMALLEST_SCALE)
+
+
+@functools.lru_cache
+def _stride(n: int) -> int:
+    return next(s for s in itertools.count(-(-n // SAMPLE)) if math.gcd(s, n) == 1)
 
 
 def apart(x: Tensor, expected: Tensor, floor: Tensor) -> Tensor:

@@ -263,7 +263,7 @@ class Tape:
         if f.has_aux:
             self._add_aux()
         if record and not self._needed:
-            self._needed = _leads_to_a_leaf([*outputs, *_tensors(f.aux)], read)
+            self._needed = bool(places.leaves) or _leads_to_a_leaf([*outputs, *_tensors(f.aux)], read)
         if self._cuts and not self._stores:
             places.note_shapes(k)
         if keep or self._stores:

@@ -261,12 +261,11 @@ class WayBack:
         """Whether the gradient can be trusted, and by how much the adjoint has grown since it came in."""
         tape = self._tape
         assert tape.monitor is not None and tape.norms is not None
-        sizes = None
+        norms = None
         if self._size is not None and self.adjoint is not None:
             y, z = (norm(x) / self._scheme.at(2 * tape.first + i).b for i, x in enumerate(self.adjoint))
-            sizes = torch.stack([self._size, torch.hypot(y, z)])
-            tape.adjoint.growth = sizes[1] / sizes[0]
-        tape.monitor.judge(self._maxima, tape.norms, self._seen, sizes)
+            norms = tape.adjoint.norms = torch.stack([self._size, torch.hypot(y, z)])
+        tape.monitor.judge(self._maxima, tape.norms, self._seen, norms)
 
     def initial_grads(self, grads: Sequence[Tensor | None], apart: bool) -> tuple[State, State]:
         """By z0 and by y0, or if they are not `apart`, their sum. Takes the product of the first evaluation."""
