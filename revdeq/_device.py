@@ -132,29 +132,16 @@ def is_capturing(device: torch.device) -> bool:
         return capturing()
 
 
-def generator_states(device: torch.device) -> list[Tensor | None]:
-    """Of the CPU's generator, of the device's, and of those of all other GPUs that can be in use, in this order. None
-    stands for one that cannot be read while a graph is recorded: CUDA's before torch 2.10."""
-    return [torch.get_rng_state(), *map(_generator_state, _with_generators(device))]
+def generator_states(device: torch.device) -> list[Tensor]:
+    """Of the CPU's generator, of the device's, and of those of all other GPUs that can be in use, in this order."""
+    return [torch.get_rng_state(), *(api(gpu).get_rng_state(gpu) for gpu in _with_generators(device))]
 
 
-def _generator_state(device: torch.device) -> Tensor | None:
-    try:
-        return api(device).get_rng_state(device)
-    except RuntimeError:
-        if not is_capturing(device):
-            raise
-        return None
-
-
-def set_generator_states(device: torch.device, states: Sequence[Tensor | None]) -> None:
-    """What cannot be read is left alone, and so is what was not in use yet."""
-    cpu, *others = states
-    assert cpu is not None
-    torch.set_rng_state(cpu)
-    for gpu, state in zip(_with_generators(device), others, strict=False):
-        if state is not None:
-            api(gpu).set_rng_state(state, gpu)
+def set_generator_states(device: torch.device, states: Sequence[Tensor]) -> None:
+    """What was not in use yet is left alone."""
+    torch.set_rng_state(states[0])
+    for gpu, state in zip(_with_generators(device), states[1:], strict=False):
+        api(gpu).set_rng_state(state, gpu)
 
 
 def _with_generators(device: torch.device) -> list[torch.device]:

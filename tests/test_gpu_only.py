@@ -243,9 +243,9 @@ def test_dropout_is_one_mask_in_both_passes():
 
 
 @needs_cuda
-def test_dropout_under_capture_is_one_mask_for_each_replay_or_refused():
+def test_dropout_under_capture_is_one_mask_for_each_replay():
     """Each replay draws anew, for all evaluations in both passes: f = mask + 0 z, so that an element of z and of the
-    gradient is 0 or all of it. Before torch 2.10 the generator cannot be rewound under capture."""
+    gradient is 0 or all of it."""
     x, z0 = torch.ones(1000, device=DEVICE, requires_grad=True), torch.zeros(1000, device=DEVICE)
 
     def run():
@@ -258,10 +258,6 @@ def test_dropout_under_capture_is_one_mask_for_each_replay_or_refused():
         run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
-        with pytest.raises(RuntimeError, match="f draws random numbers"), torch.cuda.graph(graph):
-            run()
-        return
     with torch.cuda.graph(graph):
         z, gradient = run()
     masks = []

@@ -61,8 +61,7 @@ class Call:
         if self.draw.draws is False:
             result = self._run(z, *self._args, **self._kwargs)
         else:
-            with self.draw:
-                result = self._run(z, *self._args, **self._kwargs)
+            result = self.draw(self._run, z, *self._args, **self._kwargs)
         if self.has_aux:
             result, self.aux = _pair(result)
         if before is None or before != [x._version for x in state]:
@@ -134,8 +133,8 @@ class Call:
 
 
 class AsBefore:
-    """Context manager around each evaluation of a backward pass: settings and generators are those of the forward pass,
-    and afterwards what they were. Takes the leaves that f depends on, as far as they are known.
+    """Context manager around each evaluation of a backward pass: settings are those of the forward pass, and afterwards
+    what they were. Takes the leaves that f depends on, as far as they are known.
 
     A module that was called through `torch.func.functional_call` gets the tensors that it had then. Leaves need a
     gradient, also where they were frozen since. Hooks that f registers on what it depends on are in the graph already.
@@ -149,12 +148,10 @@ class AsBefore:
 
     def __enter__(self) -> None:
         call = self._call
-        self._stack = None
-        if self._settings is not None or call.draw.draws:
-            self._stack = contextlib.ExitStack()
-            self._stack.enter_context(call.draw.rewound())
-            if self._settings is not None:
-                self._stack.enter_context(self._settings.restored())
+        self._restored = None
+        if self._settings is not None:
+            self._restored = self._settings.restored()
+            self._restored.__enter__()
         for x in self._frozen:
             x.requires_grad_()
         self._hooks = [(x, set(x._backward_hooks or ())) for x in call.hooked]
@@ -170,8 +167,8 @@ class AsBefore:
         for x, before in self._hooks:
             for key in set(x._backward_hooks or ()) - before:
                 del x._backward_hooks[key]  # type: ignore[union-attr]
-        if self._stack is not None:
-            self._stack.close()
+        if self._restored is not None:
+            self._restored.__exit__(*exception)
 
 
 def _pair(result: Any) -> tuple[Any, Any]:

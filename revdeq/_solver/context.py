@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _device
+from .unchanged import is_compiled
 
 _cuda: Any = torch.backends.cuda
 _cudnn: Any = torch.backends.cudnn
@@ -49,8 +50,6 @@ def _float32_precision() -> list[Setting]:
         _legacy(*_attribute(_cudnn, "allow_tf32")),
     ]
     backends: Any = torch.backends
-    if not hasattr(_cudnn, "conv"):  # before torch 2.9
-        return legacy
     modules = [
         backends, _cudnn, _mkldnn,
         _cuda.matmul, _cudnn.conv, _cudnn.rnn,
@@ -148,100 +147,95 @@ ANOTHER_THREAD = (
     "layers of f that drop out"
 )
 
-CANNOT_REPEAT = (
-    "f draws random numbers ({name}) while a graph is recorded, and a draw of this device cannot be repeated there, "
-    "which the backward pass has to: call .eval() on the layers of f that drop out, or solve outside of the graph"
-)
-
 
 class OnceMore(Exception):
-    """An evaluation is to be repeated: another thread may have drawn at the same time."""
+    """An evaluation is to be repeated: another thread drew at the same time."""
+
+
+class FromTheStart(OnceMore):
+    """And so is the solve: it was the first evaluation that another thread drew beside."""
 
 
 class Draw:
     """One random draw, seen by every evaluation of f in a solve and in its backward pass.
 
-    It is entered around each evaluation. A first one that leaves the generators as they were draws nothing, and the
-    others pay nothing.
+    Called with f and its arguments, it calls f. A first evaluation that leaves the generators as they were draws
+    nothing, and the others pay nothing. Those of an f that draws begin where the first one did, and leave the
+    generators as they find them.
 
-    All threads share the default generators. Evaluations that draw take turns, a thread at a time. Of a first one it is
-    not known whether it draws: first ones run beside each other, since they may wait for each other (with a barrier, a
-    collective), and are repeated if what they drew was perhaps another's.
-
-    Threads that do not solve may draw at any time. Where any live, an evaluation that leaves the generators elsewhere
-    than the one before is repeated until two in succession agree.
+    All threads share the default generators. Of solves, one thread at a time has its turn to draw. A thread that does
+    not solve may draw at any time. Where any live, it is not known whether it was f that moved the generators: the
+    second evaluation is watched, to see whether f draws at all. And one that leaves the generators elsewhere than the
+    one before is repeated until two in succession agree.
     """
 
-    _turns: ClassVar = threading.Condition()
-    _drawing: ClassVar[list[tuple["Draw", int]]] = []  # evaluations that draw, and their thread
-    _first: ClassVar[list[tuple["Draw", int]]] = []  # first evaluations
+    turn: ClassVar = threading.Lock()  # as a context manager it is C, which Ctrl-C does not interrupt halfway
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.draws: bool | None = None  # not known before the first evaluation
-        self._start: list[Tensor | None] = []
-        self._end: list[Tensor | None] | None = None  # where the last evaluation that counts left the generators
-        self._tried: list[Tensor | None] | None = None  # and one that does not
-        self._attempts, self._beside_others = 0, False
-        self._watch: _Watch | None = None
-        # A solve within f belongs to the evaluation of f around it, also when its backward pass has another thread.
-        me = threading.get_ident()
-        around = [draw for draw, thread in (*self._first, *self._drawing) if thread == me]
-        self._around: set[Draw] = {*around, *(outer for draw in around for outer in draw._around)}
+        self._start: list[Tensor] = []
+        self._end: list[Tensor] = []  # where the last evaluation that counts left the generators
+        self._tried: list[Tensor] | None = None  # and one that does not
+        self._attempts, self._is_in_doubt = 0, False
+        # A solve within an f that draws has its turn, also when its backward pass has another thread.
+        self._has_turn = _draws_already()
 
-    def __enter__(self) -> None:
-        if self.draws is False:
-            return
-        me = self, threading.get_ident()
-        with self._turns:
-            if self.draws is None:
-                self._wait_for(lambda: not self._others(self._drawing))
-                others = self._others(self._first)
-                for draw in others:
-                    draw._beside_others = True
-                self._beside_others = bool(others)
-                self._first.append(me)
-                self._start = _device.generator_states(self._device)
-                if any(state is None for state in self._start):
-                    self._watch = _Watch()
-            else:
-                self._wait_for(self._has_turn)
-                self._drawing.append(me)
-                _device.set_generator_states(self._device, self._start)
-        if self._watch is not None:
-            self._watch.__enter__()
+    def __call__(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.draws is None:
+            return self._first(f, *args, **kwargs)
+        with _NOTHING if self._has_turn or _draws_already() else self._turn():
+            return self._again(f, *args, **kwargs)
 
-    def __exit__(self, kind: object, *exception: object) -> None:
-        if self.draws is False:
-            return
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.__exit__(None, None, None)
-        me = self, threading.get_ident()
-        with self._turns:
-            (self._first if self.draws is None else self._drawing).remove(me)
-            self._turns.notify_all()
-            if kind is not None:  # as if f had not been called
-                _device.set_generator_states(self._device, self._start)
-            elif self.draws is None:
-                self._decide(watch, _device.generator_states(self._device))
-            elif self._others_may_draw():
+    def _first(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In no turn: first evaluations in several threads may wait for each other (with a barrier, a collective)."""
+        self._start = _device.generator_states(self._device)
+        try:
+            result = f(*args, **kwargs)
+        except BaseException:  # as if f had not been called
+            _device.set_generator_states(self._device, self._start)
+            raise
+        self._end = _device.generator_states(self._device)
+        self.draws = not _equal(self._start, self._end)
+        self._is_in_doubt = self.draws and self._others_may_draw()
+        return result
+
+    def _again(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found: list[Tensor] = []  # where the generators were, once they are rewound
+
+        def rewind() -> None:
+            found[:] = _device.generator_states(self._device)
+            _device.set_generator_states(self._device, self._start)
+
+        watch = None
+        if self._is_in_doubt and not is_compiled(f):  # under a mode, f would not be what was compiled
+            watch = _Watch(rewind)
+        else:
+            rewind()
+        around, _thread.draws = _draws_already(), True
+        try:
+            with watch or _NOTHING:
+                result = f(*args, **kwargs)
+            self.draws = bool(found)
+            if self.draws and self._others_may_draw():
                 self._compare(_device.generator_states(self._device))
+            self._is_in_doubt = False
+            return result
+        finally:
+            _thread.draws = around
+            if found:
+                _device.set_generator_states(self._device, found)
 
-    def _decide(self, watch: "_Watch | None", end: list[Tensor | None]) -> None:
-        """After a first evaluation: whether f draws."""
-        if watch is not None and watch.drew and any(state is None for state in self._start):
-            raise RuntimeError(CANNOT_REPEAT.format(name=watch.drew))
-        self.draws, self._end = not _equal(self._start, end), end
-        if self.draws and self._beside_others:
-            raise OnceMore
-
-    def _compare(self, end: list[Tensor | None]) -> None:
-        """After an evaluation that draws: whether it was f alone that moved the generators."""
-        counts = self._end is not None and _equal(self._end, end)
-        again = self._tried is not None and _equal(self._tried, end)  # f may draw another number in every evaluation
-        if counts or again:
+    def _compare(self, end: list[Tensor]) -> None:
+        """Whether it was f alone that moved the generators."""
+        if _equal(self._end, end):
+            self._tried, self._attempts = None, 0
+            return
+        if self._tried is not None and _equal(self._tried, end):  # f may draw another number in every evaluation
             self._end, self._tried, self._attempts = end, None, 0
+            if self._is_in_doubt:
+                self._is_in_doubt = False
+                raise FromTheStart
             return
         self._tried, self._attempts = end, self._attempts + 1
         if self._attempts > ATTEMPTS:
@@ -249,77 +243,68 @@ class Draw:
         raise OnceMore
 
     def _others_may_draw(self) -> bool:
-        """Threads that do not solve. While a graph is recorded, nothing can be compared."""
+        """Other threads. While a graph is recorded, nothing can be compared."""
         return threading.active_count() > 1 and not _device.is_capturing(self._device)
 
-    def _wait_for(self, turn: Callable[[], bool]) -> None:
-        if not self._turns.wait_for(turn, timeout=PATIENCE):
-            raise RuntimeError(
-                f"a solve has waited {PATIENCE} s for its turn to draw random numbers, behind an evaluation of f in "
-                "another thread that has not ended: does that f wait for a solve in a thread of its own? Call it in "
-                "the thread of f, or let f draw nothing"
-            )
-
-    def _others(self, evaluations: list[tuple["Draw", int]]) -> list["Draw"]:
-        """Those that this one is not within."""
-        me = threading.get_ident()
-        return [draw for draw, thread in evaluations if thread != me and draw not in self._around]
-
-    def _has_turn(self) -> bool:
-        """Within a first evaluation nothing is disturbed for good: that one will be repeated."""
-        within = len(self._others(self._first)) < len(self._first)
-        return not self._others(self._drawing) and (within or not self._first)
-
-    @contextlib.contextmanager
-    def rewound(self) -> Iterator[None]:
-        """Around a backward pass: the generators end where they were."""
-        if not self.draws:
-            yield
-            return
-        now = _device.generator_states(self._device)
-        try:
-            yield
-        finally:
-            _device.set_generator_states(self._device, now)
+    @classmethod
+    def _turn(cls) -> Any:
+        if cls.turn.locked():
+            if not cls.turn.acquire(timeout=PATIENCE):
+                raise RuntimeError(
+                    f"a solve has waited {PATIENCE} s for its turn to draw random numbers, behind an evaluation of f "
+                    "in another thread that has not ended: does that f wait for a solve in a thread of its own? Call "
+                    "it in the thread of f, or let f draw nothing"
+                )
+            cls.turn.release()
+        return cls.turn
 
     @classmethod
     def _start_anew(cls) -> None:
-        """In a process that was forked, where no other thread is."""
-        me = threading.get_ident()
-        cls._turns = threading.Condition()
-        for evaluations in (cls._drawing, cls._first):
-            evaluations[:] = [(draw, thread) for draw, thread in evaluations if thread == me]
+        """In a process that was forked, where the thread that had its turn may not be."""
+        cls.turn = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=Draw._start_anew)
 
+_NOTHING = contextlib.nullcontext()
+_thread = threading.local()
 
-def _same(x: Tensor, y: Tensor) -> bool:
-    return bool(torch.isclose(x.detach(), y.detach(), rtol=0, atol=0, equal_nan=True).all())
+
+def _draws_already() -> bool:
+    """Whether this thread is in an evaluation that draws."""
+    return getattr(_thread, "draws", False)
 
 
-def _equal(before: list[Tensor | None], after: list[Tensor | None]) -> bool:
-    rows = zip(before, after, strict=False)  # f may be the first to use a GPU
-    return all(a is None or b is None or torch.equal(a, b) for a, b in rows)
+def _equal(before: list[Tensor], after: list[Tensor]) -> bool:
+    return all(map(torch.equal, before, after))  # f may be the first to use a GPU
 
 
 class _Watch(TorchDispatchMode):
-    """Notices whether what runs within draws: `drew` is the name of the first operation that does."""
+    """Calls a function before the first operation within that draws from a default generator."""
 
-    drew: str | None = None
+    supports_higher_order_operators = True
+
+    def __init__(self, before_a_draw: Callable[[], None]) -> None:
+        super().__init__()
+        self._before_a_draw: Callable[[], None] | None = before_a_draw
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and _is_active(func, args, kwargs or {}):
-            self.drew = self.drew or func.overloadpacket.__name__
+        before = self._before_a_draw
+        if before is not None and _draws(func, args, kwargs or {}):
+            self._before_a_draw = None
+            before()
         return func(*args, **(kwargs or {}))
 
 
-def _is_active(func: Any, args: Any, kwargs: Any) -> bool:
-    """Attention and recurrent layers draw only if they drop out."""
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Attention and recurrent layers draw only if they drop out, and a generator of f's own is f's business."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return all(given.get(name, 1) for name in ("dropout_p", "dropout", "p", "train"))
+    drops_out = all(given.get(name, 1) for name in ("dropout_p", "dropout", "p", "train"))
+    return drops_out and given.get("generator") is None
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import _device
 from .call import Call
-from .context import OnceMore, untraced
+from .context import FromTheStart, OnceMore, untraced
 from .monitor import Adjoint, Monitor
 from .options import Options
 from .places import Differentiates, Home, Places
@@ -185,14 +185,19 @@ class Tape:
             if "saved tensor hooks" not in str(error) or self._stores or self.steps > 0:
                 raise
             self._stores = True  # torch.func inside f does not let us leave out anything: the graph is stored
-            self.begin(self._look)
-            return self.step()
+            return self._from_the_start()
+        except FromTheStart:
+            return self._from_the_start()
         self.steps += 1
         if self._look and self._has_arrived():
             return True
         if self.steps == self.first:
             self.end = [x.clone() for x in self._read]
         return last
+
+    def _from_the_start(self) -> bool:
+        self.begin(self._look)
+        return self.step()
 
     def _half_step(self, k: int, norms: bool) -> None:
         read, record = self._read, k >= self._turn or (self._graph and norms)
@@ -250,8 +255,8 @@ class Tape:
                     outputs = self._noted(k, read, copies)
             except Differentiates:
                 places.needs_versions = True
-            except OnceMore:
-                if k == 0:
+            except OnceMore as error:
+                if k == 0 or isinstance(error, FromTheStart):
                     raise
             finally:
                 places.running = -1

@@ -122,9 +122,8 @@ class _Repeated:
         self.calls += 1
         self.inputs = [*self.inputs[-1:], z.detach()]
         while True:
-            with contextlib.suppress(OnceMore), self._draw.rewound():
-                with self._draw, self._autocast():
-                    return self.f(z, self.x).to(z.dtype)
+            with contextlib.suppress(OnceMore), self._autocast():
+                return self._draw(self.f, z, self.x).to(z.dtype)
 
 
 def _anderson(evaluations: int, tol: float | None) -> nn.Module:

@@ -1,6 +1,7 @@
 """The settings and the random draw that f sees are the same in both passes, whatever threads and forks there are."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,8 +14,6 @@ import torch.nn.functional as F
 
 import revdeq
 from revdeq._solver.context import Draw
-
-CPU = torch.device("cpu")
 
 
 def in_two_threads(run):
@@ -155,14 +154,88 @@ def test_f_may_draw_another_number_in_every_evaluation_beside_other_threads(anot
     assert len({len(x) for x in seen}) > 1
 
 
+def test_a_thread_that_draws_beside_an_f_that_does_not_sees_no_number_twice(another_thread):
+    """Not one, and none that was drawn between the evaluations of an f that draws."""
+    numbers = [another_thread()]
+
+    def f(z):
+        numbers.append(another_thread())
+        return 0.5 * z
+
+    def drops_out(z):
+        return F.dropout(0.5 * z)
+
+    revdeq.solve(f, torch.ones(3, requires_grad=True), max_steps=6).z.sum().backward()
+    for solution in revdeq.steps(drops_out, torch.ones(3, requires_grad=True), max_steps=6):
+        numbers.append(another_thread())
+        solution.z.sum().backward(retain_graph=True)
+        numbers.append(another_thread())
+    assert len(numbers) == len(set(numbers)) == 1 + 24 + 12
+
+
+@pytest.mark.parametrize("when", ["before f draws", "after"])
+def test_a_thread_that_draws_beside_a_first_evaluation(another_thread, when):
+    """The solve begins once more, with the mask that the others have."""
+    w, calls = torch.ones(500, requires_grad=True), 0
+
+    def f(z):
+        nonlocal calls
+        calls += 1
+        if calls == 1 and when == "before f draws":
+            another_thread()
+        out = F.dropout(w) + 0 * z
+        if calls == 1 and when == "after":
+            another_thread()
+        return out
+
+    solution = revdeq.solve(f, torch.zeros(500), max_steps=12, check="raise")
+    assert calls <= 24 + 3
+    solution.z.sum().backward()
+    assert has_one_mask(solution.z, 12)
+    assert has_one_mask(w.grad, 12)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_within_an_evaluation_goes_on_with_it():
     """As when f starts workers: the child has the evaluation that it is in, and leaves it."""
-    with Draw(CPU):
-        child = os.fork()
-    if child == 0:
-        os._exit(0 if not Draw._first and not Draw._drawing else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    children = []
+
+    def f(z):
+        out = F.dropout(z)
+        if len(children) < 3:
+            children.append(os.fork())
+        return out
+
+    revdeq.solve(f, torch.ones(3), max_steps=3)
+    if 0 in children:
+        os._exit(1 if Draw.turn.locked() else 0)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 3
+
+
+INTERRUPTED = """
+    import signal, threading, torch, revdeq
+    from revdeq._solver.context import Draw
+
+    f = torch.nn.Dropout()
+    interrupted = 0
+    for i in range(300):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 1e-3 + 7e-6 * (i % 50))
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            while True:
+                revdeq.solve(f, torch.ones(3), max_steps=2)
+        except KeyboardInterrupt:
+            interrupted += 1
+            assert not Draw.turn.locked(), i
+    assert interrupted == 300
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX signals")
+def test_an_interrupt_leaves_no_turn_behind():
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(INTERRUPTED)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 PRECISION = """
@@ -191,7 +264,6 @@ PRECISION = """
 """
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="torch 2.9 has precisions of their own")
 @pytest.mark.parametrize(
     ("names", "value"),
     [

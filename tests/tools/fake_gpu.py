@@ -69,13 +69,12 @@ class Driver(_DummyBackendModule):
 
     waits: of the host, by what they were for. launches: of Triton kernels, by name. cached_launches: those of them that
         went past Triton.
-    old: as before torch 2.10, the generator cannot be read or set while a graph is recorded.
     """
 
     Stream = Stream
 
     def __init__(self):
-        self.waits, self.launches, self.cached_launches, self.old = [], Counter(), 0, False
+        self.waits, self.launches, self.cached_launches = [], Counter(), 0
         self._index, self._captured = 1, None
         self._streams = [Stream() for _ in range(self.device_count())]
         self._generators = [torch.Generator().manual_seed(i) for i in range(self.device_count())]
@@ -158,16 +157,10 @@ class Driver(_DummyBackendModule):
         for generator in self._generators:
             generator.manual_seed(seed)
 
-    def _refuse_generator(self, index):
-        if self.old and self._captured == index:
-            raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
-
     def get_rng_state(self, device=None):
-        self._refuse_generator(self._number(device))
         return self._generators[self._number(device)].get_state()
 
     def set_rng_state(self, state, device=None):
-        self._refuse_generator(self._number(device))
         self._generators[self._number(device)].set_state(state)
 
     @contextlib.contextmanager
