@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _device
@@ -170,6 +170,7 @@ class Draw:
     """
 
     turn: ClassVar = threading.Lock()  # as a context manager it is C, which Ctrl-C does not interrupt halfway
+    _turns: ClassVar = 0  # that were taken
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -177,18 +178,28 @@ class Draw:
         self._start: list[Tensor] = []
         self._end: list[Tensor] = []  # where the last evaluation that counts left the generators
         self._tried: list[Tensor] | None = None  # and one that does not
-        self._attempts, self._is_in_doubt = 0, False
+        self._attempts, self._is_in_doubt, self._was_beside_a_turn = 0, False, False
         # A solve within an f that draws has its turn, also when its backward pass has another thread.
         self._has_turn = _draws_already()
 
     def __call__(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.draws is None:
-            return self._first(f, *args, **kwargs)
+        if self.draws is None and not self._was_beside_a_turn:
+            return self._beside_others(f, *args, **kwargs)
         with _NOTHING if self._has_turn or _draws_already() else self._turn():
-            return self._again(f, *args, **kwargs)
+            Draw._turns += 1
+            return (self._first if self.draws is None else self._again)(f, *args, **kwargs)
+
+    def _beside_others(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """First evaluations in several threads may wait for each other (with a barrier, a collective). One beside
+        a thread that has its turn is repeated: that thread has moved the generators back and forth."""
+        turns, is_taken = self._turns, self.turn.locked()
+        result = self._first(f, *args, **kwargs)
+        if not self._has_turn and (is_taken or self._turns > turns):
+            self.draws, self._was_beside_a_turn = None, True
+            raise OnceMore
+        return result
 
     def _first(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In no turn: first evaluations in several threads may wait for each other (with a barrier, a collective)."""
         self._start = _device.generator_states(self._device)
         try:
             result = f(*args, **kwargs)
@@ -305,6 +316,29 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     drops_out = all(given.get(name, 1) for name in ("dropout_p", "dropout", "p", "train"))
     return drops_out and given.get("generator") is None
+
+
+def undrawn(f: Callable[..., Any]) -> Callable[..., Any]:
+    """f for a tracer, which would record another draw for every evaluation. Under TorchDynamo, that is, in a strict
+    torch.export, it cannot look at operations, but at modules."""
+    if torch.compiler.is_dynamo_compiling():
+        for module in f.modules() if isinstance(f, nn.Module) else ():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+                _refuse_draws()
+        return f
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with _Watch(_refuse_draws):
+            return f(*args, **kwargs)
+
+    return watched
+
+
+def _refuse_draws() -> None:
+    raise RuntimeError(
+        "f draws random numbers (dropout in training mode?), and a solve that is traced or exported would draw others "
+        "in every evaluation: call .eval() on the model before"
+    )
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from ..kernels.half_step import Coefficients
 from .call import Call
-from .context import untraced
+from .context import undrawn, untraced
 from .deferred import settle
 from .implicit import Implicit
 from .monitor import Adjoint, Monitor, call_site
@@ -351,7 +351,7 @@ def _solve_traceably(
             )
     step, schedule, max_steps, indexed = _constants_of(**keywords)
     coefficients = [*schedule[: 2 * max_steps], *[step] * (2 * max_steps - len(schedule))]
-    run = checked_f(f)
+    run = undrawn(checked_f(f)) if is_traced() else checked_f(f)
     if kwargs:
         run = functools.partial(run, **kwargs)
     y, z, before = unrolled(run, z0, args, coefficients, y0=y0, indexed=indexed)

@@ -511,6 +511,33 @@ def test_a_traced_model_computes_what_the_model_computes(tracer, state):
     torch.testing.assert_close(traced(x), model(x), rtol=0, atol=0 if state == "float64" else 1e-6)
 
 
+class DropsOut(Block):
+    def __init__(self, how):
+        super().__init__()
+        self.dropout, self.how = nn.Dropout(), how
+
+    def forward(self, z, x):
+        drop = (
+            self.dropout if self.how == "module" else functools.partial(nn.functional.dropout, training=self.training)
+        )
+        return super().forward(drop(z), x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated", "ignore:Converting a tensor to a Python")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("how", ["module", "function"])
+@pytest.mark.parametrize("tracer", list(TRACERS))
+def test_a_draw_cannot_be_traced(tracer, how):
+    """It would be another one in every evaluation. TorchDynamo, which traces strictly, sees modules only."""
+    model = Model(max_steps=2).requires_grad_(False)
+    model.deq.f = DropsOut(how)
+    if tracer != "strict export" or how == "module":
+        with pytest.raises(Exception, match="f draws random numbers.*eval"):
+            TRACERS[tracer](model, torch.randn(3, 6))
+    if tracer != "strict export":
+        TRACERS[tracer](model.eval(), torch.randn(3, 6))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:.*torch.jit.trace.* is deprecated")
 def test_a_tolerance_cannot_be_traced():
     model = Model(tol=1e-3).eval().requires_grad_(False)
@@ -524,6 +551,7 @@ def test_a_solve_of_fake_tensors_has_its_shapes():
 
     with FakeTensorMode():
         model = Model()
+        model.deq.f = DropsOut("function")
         out = model(torch.randn(3, 6))
     assert out.shape == (3, 2)
     out.sum().backward()
