@@ -49,11 +49,8 @@ LOOPED = (
     "revdeq.loop",
 )
 WIDTHS = {"stored graph": 5.0, "checkpoint": 3.8, "reversible": 3.2}
-"""Lines coincide where all is well: those below are wider, and can be seen."""
+"""Some curves coincide: the ones drawn first are wider, so that all are visible."""
 BLOCKS = ("conv block", "transformer block")
-OF_THE_SAME_STEPS = ("stored graph", "checkpoint", "reversible", "reversible, exact state")
-"""Their gradients approximate one and the same, that of the steps that ran. torchdeq's approximate the fixed point's,
-and are not drawn beside them."""
 FOUR = (*BLOCKS, "trained conv block", "trained transformer block")
 GRADIENTS = {
     "ours, tuned, implicit": ("#2f7ed8", "o-"),
@@ -67,10 +64,19 @@ GRADIENTS = {
     "Broyden, IFT": ("#f2a541", "D-"),
     "Anderson, phantom": ("#e5989b", "P-"),
 }
-STEPS = (*OF_THE_SAME_STEPS, "torchdeq Anderson, IFT", "torchdeq Broyden, IFT", "torchdeq Anderson, phantom")
-ERROR = "error of the gradient, against\nthe same steps in float64"
+STEPS = (
+    "stored graph",
+    "checkpoint",
+    "reversible",
+    "reversible, exact state",
+    "torchdeq Anderson, IFT",
+    "torchdeq Broyden, IFT",
+    "torchdeq Anderson, phantom",
+)
+HEADLINE = 8
+"""The depth that the documents quote."""
 FLOOR = 1e-9
-"""An error of 0 is drawn here, on a logarithmic axis."""
+"""Where a logarithmic axis shows an error of 0."""
 
 
 def draw(rows, folder):
@@ -89,7 +95,7 @@ def figures(rows):
             [style, {"savefig.transparent": True, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25}]
         ):
             for name, figure in _figures(series):
-                plt.close(figure)  # pyplot need not keep it, too
+                plt.close(figure)  # or pyplot keeps a reference
                 yield name, suffix, figure
 
 
@@ -97,10 +103,10 @@ def _figures(series):
     if any(key[0] == "forward half-step" for key in series):
         yield "bandwidth", _bandwidth(series)
     if any(key[0].startswith("step, ") for key in series):
-        yield "memory", _against_depth(series, STEPS, "bytes", "peak memory, MiB", 2**-20)
-        yield "time", _against_depth(series, ("bare", *STEPS), "seconds", "time of a step, ms", 1e3)
-        yield "error", _against_depth(series, OF_THE_SAME_STEPS, "gradient error", ERROR)
+        yield "memory", _memory(series)
         yield "depth", _summary(series)
+    if any(key[1].startswith("keep ") for key in series):
+        yield "dial", _dial(series)
     if any(key[0].startswith("breakdown") for key in series):
         yield "breakdown", _breakdown(series)
     if any(key[0].startswith("gradient, ") for key in series):
@@ -108,14 +114,12 @@ def _figures(series):
         yield "gradient", _distances(series)
     if any(key[0].startswith("held out, ") for key in series):
         yield "schedule", _schedules(series)
-    if any(key[0].startswith("dial, ") for key in series):
-        yield "dial", _dial(series)
     if any(key[0] == "looped, depth" for key in series):
         yield "looped", _looped(series)
 
 
 def _bandwidth(series):
-    """Achieved bandwidth by size; the copy is the limit."""
+    """Achieved bandwidth by tensor size; a plain copy is the limit."""
     figure, axes = _two_panels(sharey=True)
     for axis, direction in zip(axes, ("forward", "backward"), strict=True):
         for provider in ("fused", "fused, exact state", "unfused", "unfused, in place", "torch.compile", "copy"):
@@ -127,7 +131,7 @@ def _bandwidth(series):
         axis.set(yscale="log", title=f"{direction} half-step, float32 f", xlabel="elements")
         axis.set_xscale("log", base=2)
         axis.yaxis.set_major_formatter("{x:g}")
-    axes[0].set_ylabel("GB/s of the least that must be moved")
+    axes[0].set_ylabel("effective bandwidth, GB/s")
     return _with_legend(figure)
 
 
@@ -136,7 +140,7 @@ def _two_panels(**settings):
 
 
 def _with_legend(figure):
-    """One for all panels, above them, where it covers nothing."""
+    """One legend for all panels, above them."""
     lines = {line.get_label(): line for axis in figure.axes for line in axis.lines}
     shown = {label: line for label, line in lines.items() if not label.startswith("_")}
     columns = 4 if len(shown) > 5 else len(shown)
@@ -168,26 +172,25 @@ def _plain_numbers(axis):
     axis.yaxis.set_major_formatter("{x:g}")
 
 
-def _against_depth(series, providers, quantity, label, factor=1.0):
+def _memory(series):
     figure, axes = _two_panels(sharey=True)
     for axis, block in zip(axes, BLOCKS, strict=True):
-        _lines(axis, series, f"step, {block}", providers, quantity, factor)
+        _lines(axis, series, f"step, {block}", STEPS, "bytes", 2**-20)
         axis.set_title(block)
-    if factor != 1.0:
-        _plain_numbers(axes[0])
-    axes[0].set_ylabel(label)
+    _plain_numbers(axes[0])
+    axes[0].set_ylabel("peak memory, MiB")
     return _with_legend(figure)
 
 
 def _summary(series):
-    """For the README: memory, and what the reconstruction adds to the gradient's error."""
+    """For the README: memory, and the gradient error that reconstruction adds."""
     figure, (memory, error) = _two_panels()
     providers = ("stored graph", "checkpoint", "torchdeq Anderson, IFT", "reversible", "reversible, exact state")
     _lines(memory, series, "step, conv block", providers, "bytes", 2**-20)
     memory.set(title="peak memory of a training step", ylabel="MiB")
     _plain_numbers(memory)
     _lines(error, series, "step, conv block", providers[3:], "reversal error")
-    error.set_title("what going back adds to the gradient's error")
+    error.set_title("gradient error added by reconstruction")
     error.set_ylabel("relative error")
     error.set_yticks([1, 1e-2, 1e-4, 1e-6, 1e-8, FLOOR], ["1", *(f"$10^{{{k}}}$" for k in (-2, -4, -6, -8)), "0"])
     error.set_ylim(FLOOR / 3, 1)
@@ -195,7 +198,7 @@ def _summary(series):
 
 
 def _panels_of_blocks(series, start):
-    """A figure with a panel for each block that was measured, two in a row, and the panels by block."""
+    """A figure with one panel per measured block, two in a row; and a dict of the panels."""
     blocks = [block for block in FOUR if any(key[0] == f"{start}, {block}" for key in series)]
     columns = min(2, len(blocks))
     rows = math.ceil(len(blocks) / columns)
@@ -210,7 +213,7 @@ def _panels_of_blocks(series, start):
 
 
 def _residuals(series):
-    """What is left after so many evaluations."""
+    """Residual by the number of evaluations."""
     figure, panels = _panels_of_blocks(series, "residual")
     for block, axis in panels.items():
         for provider in ("ours, tuned", "ours, beta .8", "ours, beta .5", "Anderson", "Broyden"):
@@ -222,7 +225,7 @@ def _residuals(series):
 
 
 def _schedules(series):
-    """What is left on batches that nothing was tuned for: every point has a schedule, or a pair, of its own."""
+    """Residual on held-out batches. Each point has its own schedule or pair, tuned for that number of evaluations."""
     figure, panels = _panels_of_blocks(series, "held out")
     for block, axis in panels.items():
         for provider, style in (("ours, schedule", "o-"), ("ours, tuned", "s-"), ("Anderson", "^:")):
@@ -236,7 +239,7 @@ def _schedules(series):
 
 
 def _distances(series):
-    """How far the gradient is from the fixed point's, and what it took."""
+    """Distance from the gradient of the fixed point, against time."""
     figure, panels = _panels_of_blocks(series, "gradient")
     for block, axis in panels.items():
         for provider, (color, style) in GRADIENTS.items():
@@ -266,14 +269,15 @@ def _distances(series):
 
 
 def _dial(series):
-    """Time against memory: the nearer to the lower left corner, the better."""
+    """Time against memory, by `keep`."""
     figure, axes = _two_panels()
     for axis, block in zip(axes, BLOCKS, strict=True):
         points = defaultdict(dict)
         for (benchmark, provider, _, quantity), rows in series.items():
-            if benchmark == f"dial, {block}":
-                points[provider][quantity] = next(iter(rows.values())).p50
+            if benchmark == f"step, {block}" and HEADLINE in rows:
+                points[provider][quantity] = rows[HEADLINE].p50
         kept = sorted((int(name.removeprefix("keep ")), name) for name in points if name.startswith("keep "))
+        kept.insert(0, (0, "reversible"))
 
         def place(name, points=points):
             return points[name]["bytes"] / 2**20, points[name]["time over stored graph"]
@@ -299,7 +303,7 @@ def _dial(series):
 
 
 def _looped(series):
-    """Memory and time by depth, of every way to train a loop."""
+    """Memory and time by depth, for every way to train a loop."""
     figure, axes = _two_panels()
     for axis, quantity, factor, title in (
         (axes[0], "bytes", 2**-20, "peak memory, MiB"),

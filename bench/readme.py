@@ -1,13 +1,13 @@
-"""Writes the numbers of README.md, docs/speed.md and docs/gpu.md from the table that they were measured in: they
-cannot drift.
+"""Writes the tables of README.md, docs/speed.md and docs/gpu.md from bench/results.
 
     python bench/readme.py            # after make bench
-    python bench/readme.py --check    # as the tests do: fails if a page says something else
+    python bench/readme.py --check    # exit code 1 if a page is out of date
 
-A table stands between `<!-- numbers: NAME -->` and `<!-- /numbers -->`.
+A table is between `<!-- numbers: NAME -->` and `<!-- /numbers -->`.
 """
 
 import argparse
+import functools
 import json
 import math
 import re
@@ -19,7 +19,7 @@ import table
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs/speed.md", ROOT / "docs/gpu.md")
 RESULTS = Path(__file__).parent / "results" / "amd-epyc-2-threads"
-"""The measurements that these pages quote."""
+"""The measurements that the pages quote."""
 
 BLOCKS = ("conv block", "transformer block")
 
@@ -29,16 +29,20 @@ class Numbers:
         self._rows = {row.key: row for row in table.read(folder / "results.csv")}
         self.machine = json.loads((folder / "machine.json").read_text())
 
-    def median(self, benchmark, provider, size, quantity="seconds", dtype="float32"):
-        return self._rows[benchmark, provider, size, dtype, quantity].p50
+    def row(self, benchmark, provider, size, quantity="seconds"):
+        return self._rows[benchmark, provider, size, "float32", quantity]
+
+    def median(self, benchmark, provider, size, quantity="seconds"):
+        return self.row(benchmark, provider, size, quantity).p50
 
     def by_size(self, benchmark, provider, quantity):
-        """Medians by size, all that there are."""
+        """A dict of medians by size."""
         keys = [key for key in self._rows if key[:2] == (benchmark, provider) and key[-1] == quantity]
         return {key[2]: self._rows[key].p50 for key in sorted(keys, key=lambda key: key[2])}
 
-    def providers(self, benchmark):
-        return list(dict.fromkeys(key[1] for key in self._rows if key[0] == benchmark))
+    def providers(self, benchmark, quantity=None):
+        keys = [key for key in self._rows if key[0] == benchmark and quantity in (None, key[-1])]
+        return list(dict.fromkeys(key[1] for key in keys))
 
     def per_element(self, benchmark, provider, quantity):
         ((size, total),) = self.by_size(benchmark, provider, quantity).items()
@@ -77,26 +81,46 @@ def half_step(numbers):
     return markdown(["slowdown relative to our fused half-step, by tensor size", *(f"2^{k}" for k in exponents)], rows)
 
 
-def whole_step(numbers, n=8):
+SHORT_STEP = {
+    "revdeq": "reversible",
+    "revdeq, `keep=8`": "keep 8",
+    "`torch.utils.checkpoint`": "checkpoint",
+    "torchdeq (Anderson, IFT), 30 iterations": "torchdeq Anderson, IFT, 30 iterations",
+    'revdeq, `gradient="implicit"`': "implicit",
+}
+STEP = {
+    "the bare evaluations of f": "bare",
+    "revdeq": "reversible",
+    'revdeq, `state="exact"`': "reversible, exact state",
+    **{f"revdeq, `keep={k}`": f"keep {k}" for k in (2, 4, 8, 12, 16)},
+    "`torch.utils.checkpoint`": "checkpoint",
+    'implicit gradient: revdeq, `gradient="implicit"`': "implicit",
+    "implicit gradient: torchdeq (Anderson, IFT), 16 iterations": "torchdeq Anderson, IFT",
+    "implicit gradient: torchdeq (Anderson, IFT), 30 iterations": "torchdeq Anderson, IFT, 30 iterations",
+}
+
+
+def training_step(numbers, methods, n=8):
+    """Time with its spread over the rounds, and memory, both over the stored graph."""
     rows = []
-    for label, provider, quantity in (
-        ("time, over the bare evaluations of f", "bare", "seconds"),
-        ("time, over the stored graph", "stored graph", "seconds"),
-        ("time, over `torch.utils.checkpoint`", "checkpoint", "seconds"),
-        ("time, over torchdeq (Anderson, IFT), as many iterations", "torchdeq Anderson, IFT", "seconds"),
-        ("memory, over the stored graph", "stored graph", "bytes"),
-        ("memory, over `torch.utils.checkpoint`", "checkpoint", "bytes"),
-    ):
-        cells = [numbers.ratio(f"step, {block}", "reversible", provider, n, quantity) for block in BLOCKS]
-        rows.append([label, *(f"{x:.2f}" for x in cells)])
-    name = "torchdeq Anderson, IFT, 30 iterations"
-    for quantity, label in (("seconds", "time"), ("bytes", "memory")):
-        cells = [numbers.ratio(f"step, {block}", "reversible", name, n, quantity) for block in BLOCKS]
-        rows.append([f"{label}, over torchdeq (Anderson, IFT) with 30 iterations", *(f"{x:.2f}" for x in cells)])
+    for label, provider in methods.items():
+        cells = [label]
+        for block in BLOCKS:
+            time = numbers.row(f"step, {block}", provider, n, "time over stored graph")
+            cells.append(f"{time.p50:.2f} ({time.p20:.2f} to {time.p80:.2f})")
+            known = provider in numbers.providers(f"step, {block}", "bytes")
+            memory = known and numbers.ratio(f"step, {block}", provider, "stored graph", n, "bytes")
+            cells.append(f"{memory:.2f}" if known else "")
+        rows.append(cells)
+    header = [f"{block}: {what}" for block in BLOCKS for what in ("time", "memory")]
+    return markdown([f"relative to the stored graph, N = {n}", *header], rows)
+
+
+def deep_memory(numbers, n=64):
     exact = "reversible, exact state"
-    deep = [numbers.ratio(f"step, {block}", exact, "stored graph", 64, "bytes") for block in BLOCKS]
-    rows.append(["memory, exact state over the stored graph, N = 64", *(f"{x:.3f}" for x in deep)])
-    return markdown([f"our training step, N = {n}", *BLOCKS], rows)
+    ours = [numbers.ratio(f"step, {block}", exact, "stored graph", n, "bytes") for block in BLOCKS]
+    parts = [f"{ratio:.1%} of the stored graph's (the {block})" for ratio, block in zip(ours, BLOCKS, strict=True)]
+    return f"At N = {n}, with the exact state, memory is {' and '.join(parts)}."
 
 
 def reversal(numbers):
@@ -116,7 +140,7 @@ IMPLICIT = ("Anderson, IFT", "Anderson as it is, IFT", "Broyden, IFT")
 
 
 def evaluations_to(numbers, block, names):
-    """Of the fewest by any of them: a residual of 1e-2 / 1e-3 / 1e-4."""
+    """The fewest evaluations by any of the methods to a residual of 1e-2 / 1e-3 / 1e-4."""
     cells = []
     for target in (1e-2, 1e-3, 1e-4):
         found = [numbers.by_size(f"residual, {block}", name, "residual") for name in names]
@@ -126,13 +150,13 @@ def evaluations_to(numbers, block, names):
 
 
 def least(numbers, benchmark, names, quantity):
-    """By any of them; None if there is none."""
+    """The least by any of the methods; None if there is none."""
     return min((v for name in names for v in numbers.by_size(benchmark, name, quantity).values()), default=None)
 
 
 def time_to(numbers, benchmark, names, target):
-    """The least time by any of them to a distance, between two numbers of evaluations in proportion to the logarithms
-    of their distances; None if it is not reached."""
+    """The least time by any of the methods to reach a distance, interpolated linearly in its logarithm; None if none
+    reaches it."""
     found = []
     for name in names:
         seconds, distances = (numbers.by_size(benchmark, name, quantity) for quantity in ("seconds", "distance"))
@@ -146,7 +170,7 @@ def time_to(numbers, benchmark, names, target):
 
 
 def over(ours, theirs):
-    """Their ratio, or "slower" and "faster" where only one got there, or a dash."""
+    """Their ratio; "slower" or "faster" if only one is known, and a dash if none is."""
     if ours is None:
         return "-" if theirs is None else "slower"
     return "faster" if theirs is None else f"{ours / theirs:.2f}"
@@ -176,7 +200,7 @@ def convergence(numbers):
 
 
 def schedule(numbers):
-    """On held-out batches, by the number of evaluations."""
+    """Residuals on held-out batches, by the number of evaluations."""
     rows, counts = [], []
     for block in (b for b in FOUR if numbers.providers(f"held out, {b}")):
         found = {
@@ -196,7 +220,7 @@ def schedule(numbers):
 
 
 def implicit(numbers):
-    """To the same distance from the fixed point's gradient."""
+    """Time and memory to reach the same distance from the fixed point's gradient."""
     rows = []
     ours, exact = ["ours, tuned, implicit"], ["ours, tuned, exact"]
     comparisons = (
@@ -217,23 +241,6 @@ def implicit(numbers):
         both = [[least(numbers, f"gradient, {block}", names, "bytes") for names in (mine, theirs)] for block in FOUR]
         rows.append([f"memory over {label}", *(over(*pair) for pair in both)])
     return markdown(["to a distance of 1e-1 / 1e-2 / 1e-3 from the fixed point's gradient, by IFT", *FOUR], rows)
-
-
-def dial(numbers, n=8):
-    rows = []
-    for label, provider in (
-        *((f"`keep={k}`", f"keep {k}") for k in (0, 2, 4, 8, 12, 16)),
-        ("`torch.utils.checkpoint`", "checkpoint"),
-        ("torchdeq (Anderson, IFT), another gradient", "torchdeq Anderson, IFT"),
-        ('`gradient="implicit"`, of that kind', "implicit"),
-    ):
-        cells = []
-        for block in BLOCKS:
-            slower = numbers.median(f"dial, {block}", provider, n, "time over stored graph")
-            cells += [f"{slower:.2f}", f"{numbers.ratio(f'dial, {block}', provider, 'stored graph', n, 'bytes'):.2f}"]
-        rows.append([label, *cells])
-    header = [f"{block}: {what}" for block in BLOCKS for what in ("time", "memory")]
-    return markdown([f"over the stored graph, N = {n}", *header], rows)
 
 
 def decode(numbers):
@@ -272,7 +279,7 @@ LIMITS = "bandwidth", "issue", "float64", "integers"
 
 
 def predicted(numbers):
-    """The longest of the times that the limits give, per element, and the state that takes less for there and back."""
+    """Per element, the longest time that any hardware limit gives; and the state that is faster in both passes."""
     rows = []
     for gpu in numbers.providers("predicted relax"):
         cells, both = [gpu], []
@@ -296,12 +303,13 @@ def predicted(numbers):
 TABLES = {
     "machine": machine,
     "half-step": half_step,
-    "whole-step": whole_step,
+    "step": functools.partial(training_step, methods=STEP),
+    "short-step": functools.partial(training_step, methods=SHORT_STEP),
+    "deep-memory": deep_memory,
     "reversal": reversal,
     "convergence": convergence,
     "schedule": schedule,
     "implicit": implicit,
-    "dial": dial,
     "decode": decode,
     "predicted": predicted,
 }
@@ -311,7 +319,7 @@ def filled(text, numbers):
     def block(match):
         name = match[1]
         if name not in TABLES:
-            raise SystemExit(f"a page asks for the numbers {name!r}: there are {', '.join(TABLES)}")
+            raise SystemExit(f"a page has <!-- numbers: {name} -->: known are {', '.join(TABLES)}")
         return f"<!-- numbers: {name} -->\n{TABLES[name](numbers)}\n<!-- /numbers -->"
 
     return re.sub(r"<!-- numbers: (\S+) -->\n.*?<!-- /numbers -->", block, text, flags=re.DOTALL)

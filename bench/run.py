@@ -1,7 +1,7 @@
 """Every benchmark, into bench/results/<device>/: one table (results.csv), plots, and the machine they were made on.
 
 make bench                 # all of it: under ten minutes on two cores
-make bench ONLY=update     # one of update, launch, host, step, breakdown, predict, convergence, dial, decode
+make bench ONLY=update     # one of update, launch, host, step, breakdown, predict, convergence, decode
 make bench QUICK=1         # a minute, into a table of its own (quick.csv)
 """
 
@@ -37,7 +37,6 @@ PARTS = {
     "breakdown": [str(HERE / "breakdown.py")],
     "predict": [str(HERE / "predict.py")],
     "convergence": [str(HERE / "convergence.py")],
-    "dial": [str(HERE / "dial.py")],
     "decode": [str(HERE / "decode.py")],
 }
 
@@ -49,7 +48,6 @@ BENCHMARKS = {
     "breakdown": ("breakdown, ", "own time of a half-step, ", "own time once, "),
     "predict": ("predicted ",),
     "convergence": ("residual", "gradient, ", "held out"),
-    "dial": ("dial, ",),
     "decode": ("decode, ",),
 }
 """How the names of a part's benchmarks begin."""

@@ -1,19 +1,20 @@
-"""A whole step, forward and backward, of the paper's blocks, against what it cannot do without and against others.
+"""A training step (forward and backward) of the paper's blocks: our solver against the alternatives.
 
     python bench/step.py
 
-For every depth N: time (in turns), peak memory (in a fresh process), evaluations of f in the forward pass, and the
-error of the gradient. `bare` is the limit: the 2 N evaluations of f of the forward pass, the 2 N evaluations with
-their vector-Jacobian products of the backward pass, and nothing else.
+For every depth N: time, peak memory (in a fresh process), evaluations of f in the forward pass, and the error of the
+gradient. Times are processor time of one thread, methods interleaved. A ratio of times is the median over the rounds of
+the ratio within a round; its spread is the 20th to 80th percentile. `bare` is the lower limit: the 2 N evaluations of f
+in the forward pass, the 2 N evaluations with their vector-Jacobian products in the backward pass, and nothing else.
 
 torchdeq's solvers make 2 N iterations in each pass, or stop at the same tolerance. Their gradients are approximations:
-of that at the fixed point (by the implicit function theorem, IFT) or of one more step (phantom).
+of the gradient at the fixed point (by the implicit function theorem, IFT) or of one more step (phantom).
 
-gradient error: of the parameters' gradient, relative, in the 2-norm, against the stored graph in float64 of the same
-iteration; for torchdeq, and for all with a tolerance, of 64 steps of it: the gradient at the fixed point, which is what
-a classical model asks for. (Where f has none within reach, that is far from every solver's.)
-reversal error: against the same solve whose backward pass is given the inputs of the forward pass. It is what the
-reconstruction adds, and 0 where it is exact. A solver whose gradient is not that of its own iteration is not compared.
+gradient error: relative, 2-norm over all parameters, against the stored graph of the same iteration in float64. For
+gradients of the fixed point, and for all solves with a tolerance, the reference is the stored graph of 64 steps. (If f
+does not converge in 64 steps, every solver is far from that.)
+reversal error: against the same solve whose backward pass is given the recorded inputs of the forward pass. This is the
+error that reconstruction adds; 0 means exact. It is measured for the reversible solver only.
 """
 
 import functools
@@ -24,7 +25,7 @@ import warnings
 import torch
 from table import device, options
 from tqdm import tqdm
-from turns import keep_freed_memory, ratio, take_turns
+from turns import one_thread, ratio, ratios, take_turns
 
 import revdeq
 from revdeq._device import peak_memory
@@ -35,13 +36,14 @@ DEVICE = device()
 BETA, TOL = 0.5, 1e-3
 DEPTHS = (1, 2, 4, 8, 16, 32, 64)
 HEADLINE = 8
-"""The depth that is quoted, and measured longest."""
+"""The depth that the documents quote, with the most rounds."""
+KEPT = (2, 4, 8, 12, 16)
 QUICK_DEPTHS = (4,)
 QUICK = ("reversible", "reversible, exact state", "stored graph", "checkpoint")
 SHAPES = {"conv block": (8, 32, 32, 32), "transformer block": (4, 128, 256)}
 AGREE = 1e-3
 SMALL_BATCH = 1
-"""For the errors: the stored graph in float64 of 64 steps takes gigabytes otherwise."""
+"""For the errors: with the whole batch, the float64 graph of 64 steps takes gigabytes."""
 
 
 def problem(block, batch=None, dtype=torch.float32):
@@ -83,6 +85,8 @@ SOLVERS = {
     "torchdeq Broyden, IFT": with_torchdeq("broyden", ift=True),
     "torchdeq Anderson, phantom": with_torchdeq("anderson", grad=1),
     "torchdeq Anderson, IFT, 30 iterations": with_torchdeq("anderson", iterations=30, ift=True),
+    **{f"keep {k}": functools.partial(reversible, state="float64", keep=k) for k in KEPT},
+    "implicit": functools.partial(reversible, gradient="implicit", check=None),
 }
 ONLY_AT = {
     "stored graph": (1, 2, 4, 8, 16, 64),
@@ -90,9 +94,9 @@ ONLY_AT = {
     "torchdeq Anderson, IFT": (1, 4, 8, 16, 64),
     "torchdeq Broyden, IFT": (1, 4, 8, 16),
     "torchdeq Anderson, phantom": (1, 4, 8, 16),
-    "torchdeq Anderson, IFT, 30 iterations": (8,),
+    **dict.fromkeys(["torchdeq Anderson, IFT, 30 iterations", *(f"keep {k}" for k in KEPT), "implicit"], (HEADLINE,)),
 }
-"""For want of time, not at every N. 30 iterations are what is commonly run, beside N = 8."""
+"""To save time, not at every N. 30 iterations is a common setting."""
 WITH_TOLERANCE = {
     "reversible": functools.partial(reversible, tol=TOL, state="float64"),
     "reversible, exact state": functools.partial(reversible, tol=TOL, state="exact"),
@@ -101,10 +105,10 @@ WITH_TOLERANCE = {
     "torchdeq Anderson, phantom": with_torchdeq("anderson", iterations=30, tol=TOL, grad=1),
 }
 PRELOADED = ["revdeq.models", "revdeq.baselines", "torchdeq", "torch._dynamo", "torch.fx.experimental.symbolic_shapes"]
-"""What a measurement of memory imports, torch's profiler included: two seconds of it."""
+"""Imported once by the fork server: two seconds per measurement otherwise."""
 FAMILIES = {"step": SOLVERS, "tolerance": WITH_TOLERANCE}
 TOLERANCE_STEPS = 15
-"""The most that the reversible solver takes: 30 evaluations, as for torchdeq."""
+"""max_steps of the reversible solver: 30 evaluations, as for torchdeq."""
 
 
 def gradient(solver, f, x, n, seed):
@@ -113,14 +117,14 @@ def gradient(solver, f, x, n, seed):
 
 
 def evaluations(f, x, n):
-    """Of a forward pass, and nothing else."""
+    """The evaluations of f in a forward pass, and nothing else."""
     z = torch.zeros_like(x)
     for _ in range(2 * n):
         f(z.detach().requires_grad_(), x)
 
 
 def products(f, x, n, seed):
-    """The evaluations of a backward pass with their vector-Jacobian products, and nothing else."""
+    """The evaluations of f in a backward pass with their vector-Jacobian products, and nothing else."""
     z, inputs = torch.zeros_like(x), [x, *f.parameters()]
     for _ in range(2 * n):
         leaf = z.detach().requires_grad_()
@@ -158,7 +162,7 @@ class _GivenBack(torch.autograd.Function):
 
 
 class Remembering(Counted):
-    """f, whose evaluations of the backward pass get the inputs of the forward pass, whatever they are called with."""
+    """Records the inputs of f in the forward pass, and evaluates f at those in the backward pass."""
 
     def __init__(self, f):
         super().__init__(f)
@@ -179,7 +183,7 @@ def true_gradient(block, n):
 
 
 def errors_and_gradients(solver, block, n, true_depth):
-    """And the evaluations of the forward pass, by quantity."""
+    """The gradients, and a dict with the evaluations of the forward pass and the gradient error."""
     f, x, seed = problem(block, SMALL_BATCH)
     counted = Counted(f)
     z = solver(counted, x, n)
@@ -217,7 +221,7 @@ def peak_of(solver, block, n):
 def measured(family, provider, block, n, processes):
     """Everything but the time, by quantity."""
     solver = FAMILIES[family][provider]
-    fixed_point = family == "tolerance" or provider.startswith("torchdeq")
+    fixed_point = family == "tolerance" or provider.startswith(("torchdeq", "implicit"))
     results, gradients = errors_and_gradients(solver, block, n, 64 if fixed_point else n)
     if provider.startswith("reversible"):
         results["reversal error"] = reversal_error(solver, block, n, gradients)
@@ -227,19 +231,19 @@ def measured(family, provider, block, n, processes):
     return results
 
 
-def timed(family, names, block, n, budget):
+def timed(family, names, block, n, budget, clock):
     f, x, seed = problem(block)
     runs = {"bare": lambda: bare(f, x, n, seed)} if family == "step" else {}
     for name in names:
         runs[name] = functools.partial(gradient, FAMILIES[family][name], f, x, n, seed)
     if n == HEADLINE:
-        return take_turns(runs, 6 * budget, rounds=(7, 15))
-    return take_turns(runs, budget, rounds=(3, 15) if n < 16 else (1, 2))
+        return take_turns(runs, 6 * budget, rounds=(7, 15), clock=clock)
+    return take_turns(runs, budget, rounds=(3, 15) if n < 16 else (1, 2), clock=clock)
 
 
 def lost(row):
-    """Whether this is beyond the range of the float64 state: its time and memory would buy nothing."""
-    return not row.get("reversal error", 0.0) <= AGREE  # also if it is NaN
+    """Whether the float64 state is out of its range, so that time and memory would be those of a wrong gradient."""
+    return not row.get("reversal error", 0.0) <= AGREE  # NaN counts as lost
 
 
 def show(title, times, results):
@@ -261,12 +265,12 @@ def show(title, times, results):
 def main():
     table, quick = options(__doc__, "few depths, solvers and rounds")
     warnings.simplefilter("ignore", revdeq.ReconstructionWarning)
-    keep_freed_memory()
+    clock = one_thread()
     depths, budget = (QUICK_DEPTHS, 1.0) if quick else (DEPTHS, 4.0)
     cases = [("step", block, n) for block in SHAPES for n in depths]
     if not quick:
         cases += [("tolerance", block, TOLERANCE_STEPS) for block in SHAPES]
-    # A server that has imported everything and computed nothing forks a process for each measurement.
+    # The fork server has imported everything and computed nothing.
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(PRELOADED)
     for family, block, n in tqdm(cases, desc="whole steps", leave=False, disable=None):
@@ -274,13 +278,16 @@ def main():
         if quick:
             names = list(QUICK)
         results = {name: measured(family, name, block, n, processes) for name in names}
-        times = timed(family, [name for name in names if not lost(results[name])], block, n, budget)
+        times = timed(family, [name for name in names if not lost(results[name])], block, n, budget, clock)
         title = f"{block}, N = {n}" if family == "step" else f"{block}, tolerance {TOL:g}, at most {2 * n} evaluations"
         show(title, times, results)
         if table is None:
             continue
         for provider, seconds in times.items():
             table.add(f"{family}, {block}", provider, n, "seconds", seconds)
+            if "stored graph" in times:
+                over = ratios(seconds, times["stored graph"])
+                table.add(f"{family}, {block}", provider, n, "time over stored graph", over)
         for provider, row in results.items():
             for quantity, value in row.items():
                 table.add(f"{family}, {block}", provider, n, quantity, [value])

@@ -1,4 +1,4 @@
-"""Timing in turns: whatever else the machine does slows all providers down, and a ratio is that of one round."""
+"""Interleaved timing: other load on the machine slows all methods alike, and ratios are taken within a round."""
 
 import ctypes
 import statistics
@@ -22,8 +22,9 @@ def take_turns(
     rounds: tuple[int, int] = (5, 25),
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Name, list[float]]:
-    """Seconds per call of each, round by round. A turn takes at least `least` seconds, and there are as many rounds
-    as `budget` seconds allow, within their limits. What takes longer than that needs no warm-up."""
+    """Seconds per call of each provider, a list with one entry per round. A measurement repeats the call until it takes
+    `least` seconds. The number of rounds is what `budget` seconds allow, clipped to `rounds`. Short calls are warmed
+    up first."""
     if DEVICE.type != "cpu":  # where the first call may compile
         for run in providers.values():
             run()
@@ -42,26 +43,24 @@ def take_turns(
 
 
 def keep_freed_memory() -> None:
-    """From now on the C library gives none back to the system: it would be cleared page by page when it is asked for
-    again, at a cost that depends on what happens to lie above it. A long training run has come to the same by itself,
-    mostly."""
+    """Stop malloc from returning freed memory to the system: the page faults of getting it back depend on the heap's
+    layout, and are noise. A long training run mostly reaches this state by itself."""
     trim_threshold, mmap_threshold = -1, -3  # glibc's malloc.h
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(trim_threshold, 2**31 - 1)
-        libc.mallopt(mmap_threshold, 2**25)  # the most that it takes
+        libc.mallopt(mmap_threshold, 2**25)  # glibc's maximum
 
 
 def one_thread() -> Callable[[], float]:
-    """From now on. And a clock for it: where all is computed by the processor, its own time, which does not run while
-    others use it."""
+    """Switch torch to one thread, and return the clock to use: processor time on a CPU, which excludes other load."""
     torch.set_num_threads(1)
     keep_freed_memory()
     return time.process_time if DEVICE.type == "cpu" else time.perf_counter
 
 
 def _seconds(run: Run, clock: Callable[[], float], calls: int = 1) -> float:
-    """Per call; on a GPU, until its queue is empty."""
+    """Seconds per call, with the device synchronized before and after."""
     _device.synchronize(DEVICE)
     start = clock()
     for _ in range(calls):
@@ -70,6 +69,11 @@ def _seconds(run: Run, clock: Callable[[], float], calls: int = 1) -> float:
     return (clock() - start) / calls
 
 
+def ratios(slower: list[float], faster: list[float]) -> list[float]:
+    """Round by round."""
+    return [a / b for a, b in zip(slower, faster, strict=True)]
+
+
 def ratio(slower: list[float], faster: list[float]) -> float:
     """The median over the rounds."""
-    return statistics.median(a / b for a, b in zip(slower, faster, strict=True))
+    return statistics.median(ratios(slower, faster))

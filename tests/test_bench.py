@@ -141,7 +141,7 @@ def test_numbers_are_filled_in_between_their_marks():
 
     assert "Measured on 2 cores of an X with torch 2.13.0." in filled(text, Numbers())
     assert markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
-    with pytest.raises(SystemExit, match="asks for the numbers 'nothing'"):
+    with pytest.raises(SystemExit, match="numbers: nothing"):
         filled(text.replace("machine", "nothing"), Numbers())
 
 

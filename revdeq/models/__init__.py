@@ -1,7 +1,7 @@
-"""The paper's models, their equilibrium functions, and explicit models to compare with.
+"""The paper's models, their blocks, and explicit models for comparison.
 
-All of them have `save_pretrained`, `from_pretrained` and `push_to_hub` of huggingface_hub, with what
-`pip install 'revdeq[hub]'` installs.
+All of them have huggingface_hub's `save_pretrained`, `from_pretrained` and `push_to_hub`, which need
+`pip install 'revdeq[hub]'`.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "transformer": Transformer,
     "puzzle-net": PuzzleNet,
 }
-"""The models by the name that a preset gives."""
+"""The models by their name in presets."""
 
 __all__ = [
     "MODELS",
@@ -53,22 +53,23 @@ __all__ = [
 def load(
     run: str | Path, model: nn.Module | None = None, device: str | torch.device = "cpu", **changes: Any
 ) -> nn.Module:
-    """A trained model, in evaluation mode, from the folder of its run.
+    """Load a trained model, in evaluation mode.
 
-    Nothing in a file is executed. A block of your own is code, which no checkpoint holds: pass it as `block`.
+    Files are never executed. Checkpoints contain no code, so pass a block of your own as `block`.
 
     Args:
-        run: The folder that `train` or `save_pretrained` wrote (of a run, the best checkpoint in it), or a checkpoint.
-        model: A model of your own, which gets the weights. None makes the model that the run's settings describe.
-        device: Where to put it.
-        changes: Settings to differ from those of the training, by name: `max_steps`, for example.
+        run: The folder of a run (its best checkpoint is loaded), a folder that `save_pretrained` wrote, or a
+            checkpoint.
+        model: A model of your own, to load the weights into. None creates the model that the run's settings describe.
+        device: The device to load it to.
+        changes: Settings that override those of the training, by name: `max_steps`, for example.
 
     Returns:
         The model.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged, of another program, or of a model of your own.
-        SettingError: There is no such setting, or no such device.
+        CheckpointError: There is no checkpoint, it is damaged or not ours, or it needs `model`.
+        SettingError: There is no such setting or device.
 
     Example:
         >>> small = {"updates": 2, "channels": 4, "evaluation_batches": 1}
@@ -78,6 +79,6 @@ def load(
         torch.Size([1, 100, 2])
     """
     from ..training.processes import placed
-    from ..training.restore import loaded  # which needs what 'revdeq[train]' installs
+    from ..training.restore import loaded  # needs the extra 'train'
 
     return loaded(Path(run), model, changes, placed(device)).model

@@ -1,4 +1,4 @@
-"""The functions f(z, x) whose fixed points the paper's models compute, and the layers that these are made of.
+"""The functions f(z, x) of the paper's models, and their layers.
 
 form="paper" is as printed; form="authors" is as in the code that the paper's authors published; form="residual" and
 form="pre-norm" are language blocks with residual paths.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .caches import Cache
 
 CHANNELS_PER_GROUP = 16
-"""Of GroupNorm, as in the authors' code; the paper does not say."""
+"""For GroupNorm: as in the authors' code; the paper does not state it."""
 
 FORMS = {"paper": "as printed", "authors": "as in the authors' code"}
 LANGUAGE_FORMS = {
@@ -34,11 +34,11 @@ class ConvBlock(nn.Module):
 
     Args:
         channels: Of z and x.
-        width: The factor by which the first convolution widens the channels, and the second one narrows them.
+        width: The factor by which the inner channels are wider.
         form: "paper", or "authors": norm(ReLU(z + norm(x + W2 * ReLU(norm(W1 * z))))), with the same parameters.
 
     Raises:
-        ValueError: The channels cannot be split into groups of 16, or an argument is none of the above.
+        ValueError: The channels cannot be split into groups of 16, or an argument has an invalid value.
 
     Example:
         >>> images = torch.randn(2, 16, 8, 8)
@@ -68,22 +68,22 @@ class TransformerBlock(nn.Module):
     with causal attention, an output projection after it, an MLP with one hidden layer of 4 d units, and dropout after
     the attention and after the MLP.
 
-    As printed, a new model hardly sees its own token: the equilibrium at the last of 64 positions moves by 9 % when the
-    token there changes, and by 74 % when all others do; with form="residual", by 98 % and 17 %, and
-    with form="pre-norm", by 99 % and 6 %.
+    As printed, an untrained model hardly depends on its own token: the equilibrium at the last of 64 positions changes
+    by 9 % if the token there changes, and by 74 % if all others do. With form="residual" it is 98 % and 17 %, and with
+    form="pre-norm" 99 % and 6 %.
 
     Args:
         d: The size of a position.
-        heads: The number of heads of the attention.
-        dropout: The probability with which an element is dropped.
-        wide_heads: Whether each head has the size d, and not d / heads, which takes `heads` times the parameters.
+        heads: The number of attention heads.
+        dropout: The dropout probability.
+        wide_heads: Whether each head has size d instead of d / heads, with `heads` times the parameters.
         form: "paper", as above. "authors": h = z + SelfAttention(LN(z + x)), then h + MLP(LN(h)), with two hidden
-            layers in the MLP; it has no norm around the whole, so that it need not have a fixed point. "residual":
+            layers in the MLP; without a final norm, it may have no fixed point. "residual":
             u = z + x, h = LN(u + SelfAttention(u)), then LN(h + MLP(h)), with the parameters of "paper". "pre-norm":
-            h = u + SelfAttention(LN(u)), then LN(h + MLP(LN(h))), which learns most.
+            h = u + SelfAttention(LN(u)), then LN(h + MLP(LN(h))), which learns best.
 
     Raises:
-        ValueError: d is not a multiple of heads, or an argument is none of the above.
+        ValueError: d is not a multiple of heads, or an argument has an invalid value.
 
     Example:
         >>> positions = torch.randn(2, 10, 32)
@@ -119,10 +119,7 @@ class TransformerBlock(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Multi-head attention of every position to itself and to those before it.
-
-    wide_heads: each head has the size d, and not d / heads. It takes `heads` times the parameters.
-    """
+    """Multi-head causal attention. wide_heads: each head has size d instead of d / heads."""
 
     def __init__(self, d: int, heads: int = 8, wide_heads: bool = False) -> None:
         super().__init__()
@@ -149,7 +146,7 @@ class CausalAttention(nn.Module):
 class PreActivation(nn.Module):
     """The residual block of He et al. (2016, "Identity mappings"): twice BatchNorm, ReLU and a 3x3 convolution.
 
-    A stride, or another number of channels, takes a 1x1 convolution of the block's input on the residual path.
+    If the shape changes, the residual path has a 1x1 convolution.
     """
 
     def __init__(self, channels: int, outputs: int, stride: int = 1) -> None:
@@ -166,14 +163,12 @@ class PreActivation(nn.Module):
 
 
 def made(block: Any, default: Callable[[], nn.Module], **sizes: int) -> nn.Module:
-    """The f of a model: that of `block`, which is called with the sizes in this order, or the model's own."""
+    """The f of a model: block(*sizes), or the default if block is None."""
     if block is None:
         return default()
     call = f"block({', '.join(sizes)})"
     if isinstance(block, str) or not callable(block):
-        raise TypeError(
-            f"block = {block!r} must be the class itself, or a function, that {call} makes a module f(z, x) of"
-        )
+        raise TypeError(f"block = {block!r} must be a class or function such that {call} returns a module f(z, x)")
     try:
         inspect.signature(block).bind(*sizes.values())
     except TypeError as error:
@@ -182,18 +177,19 @@ def made(block: Any, default: Callable[[], nn.Module], **sizes: int) -> nn.Modul
         ) from error
     f = block(*sizes.values())
     if not isinstance(f, nn.Module):
-        raise TypeError(f"block = {name_of(block)} makes a {type(f).__name__}: {call} must make a torch.nn.Module")
+        raise TypeError(f"block = {name_of(block)} returned a {type(f).__name__}: {call} must return a torch.nn.Module")
     try:
         inspect.signature(f.forward).bind(None, None)
     except TypeError as error:
         raise TypeError(
-            f"block = {name_of(block)} makes an f that cannot be called as f(z, x): {error}; define forward(self, z, x)"
+            f"block = {name_of(block)} returned an f that cannot be called as f(z, x): {error}; define forward(self, "
+            f"z, x)"
         ) from error
     return f
 
 
 def name_of(block: Any) -> str:
-    """ "module:Class", or what a function is called."""
+    """For messages: "module:Class", or the name of a function."""
     if isinstance(block, str):
         return block
     return f"{block.__module__}:{block.__qualname__}" if hasattr(block, "__qualname__") else repr(block)

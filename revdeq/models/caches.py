@@ -1,7 +1,7 @@
-"""What the evaluations of a block have computed at the positions of a text so far.
+"""Key-value caches for decoding.
 
-Position t of evaluation k depends on the positions up to t of evaluation k - 1 only. So every evaluation has a cache of
-its own, 2 N of them, and a new token takes 2 N evaluations of one position.
+Position t of evaluation k depends only on positions up to t of evaluation k - 1. So each of the 2 N evaluations has its
+own cache, and a new token takes 2 N evaluations of one position.
 """
 
 import torch
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 class Cache:
-    """What one evaluation of a block has computed at the positions so far. The block gets it as `cache`.
+    """The key-value cache of one evaluation, which a block gets as its argument `cache`.
 
-    A block calls `attend`, or `extend`, once for each of its attentions, in the same order every time.
+    A block calls `attend` or `extend` once per attention, always in the same order.
 
     Args:
-        caches: All that a text has, which makes them.
+        caches: The caches of all evaluations.
 
     Example:
         >>> class Attends(nn.Module):
@@ -40,33 +40,33 @@ class Cache:
 
     @property
     def positions(self) -> Tensor:
-        """Those that are evaluated now, (T,) or (B, T), for a block that encodes them itself."""
+        """The positions that are being evaluated, (T,) or (B, T), for blocks that encode positions themselves."""
         return self._caches.positions
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of these positions to themselves and to all before them.
+        """Causal attention of the current positions to themselves and to all cached ones.
 
         Args:
-            q: The queries of these positions, (B, heads, T, size).
-            k: Their keys, which are added to the cache.
-            v: Their values, which are added to the cache.
+            q: Queries of the current positions, (B, heads, T, size).
+            k: Their keys, which are appended to the cache.
+            v: Their values, which are appended to the cache.
 
         Returns:
-            As `torch.nn.functional.scaled_dot_product_attention` does.
+            The result of `torch.nn.functional.scaled_dot_product_attention`.
         """
         caches = self._caches
         k, v = self.extend(k, v)
         return F.scaled_dot_product_attention(q, k, v, caches.mask, is_causal=caches.is_causal)
 
     def extend(self, *tensors: Tensor) -> list[Tensor]:
-        """What is needed of all positions so far.
+        """Append tensors to the cache, and return them for all positions so far.
 
         Args:
-            tensors: What is to be kept of these positions, each of shape (B, ..., T, size).
+            tensors: Tensors of the current positions, each of shape (B, ..., T, size).
 
         Returns:
-            The same of all positions, (B, ..., all, size). Where prompts differ in length, the first ones may be
-            padding, which `attend` leaves out.
+            The tensors of all positions, (B, ..., all, size). If the prompts differ in length, the first positions may
+            be padding, which `attend` masks.
         """
         caches = self._caches
         if self._next == len(self._slots):
@@ -79,20 +79,19 @@ class Cache:
         return [kept.narrow(-2, 0, caches.end) for kept in slot]
 
     def _kept(self) -> list[Tensor]:
-        """All that it holds, with room for what is to come."""
+        """The buffers, including unused capacity."""
         return [x for slot in self._slots for x in slot]
 
     def _again(self) -> "Cache":
-        """At the beginning of an evaluation."""
+        """Called when an evaluation begins."""
         self._next = 0
         return self
 
 
 class Caches:
-    """The caches of all evaluations, of a batch of sequences that end in the same column: where one is shorter than
-    the longest, so many columns before it are padding.
+    """The caches of all evaluations, for a batch of left-padded sequences.
 
-    begin, end: the columns that are evaluated now. mask, is_causal: what these see.
+    begin, end: the columns that are being evaluated. mask, is_causal: their attention mask.
     """
 
     def __init__(self, room: int, padding: Tensor) -> None:
@@ -102,7 +101,7 @@ class Caches:
         self._columns = torch.arange(room, device=padding.device)
 
     def advance(self, count: int) -> None:
-        """So many more positions are to be evaluated."""
+        """Prepare for the evaluation of so many more positions."""
         self.begin, self.end = self.end, self.end + count
         columns, self.mask = self._columns[self.begin : self.end], None
         self.is_causal = count > 1 and self.begin == 0 and self._padding is None
@@ -113,7 +112,7 @@ class Caches:
             return
         self.positions = (columns - self._padding[:, None]).clamp(min=0)
         keys, queries = self._columns[: self.end], columns[:, None]
-        # Padding sees itself: a query that sees nothing would be NaN.
+        # Padding attends to itself: a row without any key would be NaN.
         seen = (keys <= queries) & ((keys >= self._padding[:, None, None]) | (keys == queries))
         self.mask = seen[:, None]
 

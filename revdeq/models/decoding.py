@@ -1,4 +1,4 @@
-"""Text, token by token, with caches (caches.py): the logits are those of the whole sequence, to rounding."""
+"""Decoding with key-value caches (caches.py). The logits equal those of the whole sequence up to rounding."""
 
 import contextlib
 import inspect
@@ -14,7 +14,7 @@ from .model import Model
 
 
 class Draw(NamedTuple):
-    """How the next token is chosen. All of it happens on the CPU, so that a seed is the same everywhere."""
+    """Sampling of the next token. It runs on the CPU, so that a seed gives the same text on every device."""
 
     temperature: float
     top_k: int | None
@@ -22,26 +22,26 @@ class Draw(NamedTuple):
     generator: torch.Generator | None
 
     def __call__(self, logits: Tensor) -> int:
-        """Of one sequence."""
+        """The next token of one sequence."""
         if self.temperature == 0:
             return int(logits.argmax())
         probabilities, tokens = (logits / self.temperature).softmax(0).sort(descending=True, stable=True)
         if self.top_k is not None:
             probabilities = probabilities[: self.top_k]
-        if self.top_p is not None:  # those before which less than top_p is gathered: the first one always is
+        if self.top_p is not None:  # keeps at least the first token
             before = probabilities.cumsum(0) - probabilities
             probabilities = probabilities[before < self.top_p * probabilities.sum()]
         return int(tokens[torch.multinomial(probabilities, 1, generator=self.generator)])
 
     def of_each(self, logits: Tensor) -> Tensor:
-        """Of every row."""
+        """The next token of every row."""
         if self.temperature == 0:
             return logits.argmax(-1)
         return torch.tensor([self(row) for row in logits.float().cpu()], device=logits.device)
 
 
 class DecodingModel(Model):
-    """What `LanguageModel` and `Transformer` have in common: they write text, token by token.
+    """Base class of `LanguageModel` and `Transformer`, with `generate`.
 
     Args:
         args: Those of the model.
@@ -55,11 +55,11 @@ class DecodingModel(Model):
     embed: Any
 
     def _decoded(self, tokens: Tensor, caches: Caches) -> Tensor:
-        """The logits after the last of these tokens, which follow those in the caches."""
+        """The logits after the last of these tokens, which continue the cached ones."""
         raise NotImplementedError
 
     def _why_not_cached(self) -> str | None:
-        """Why the whole sequence has to be evaluated for every token, if it has to."""
+        """Why caches cannot be used; None if they can."""
         return None
 
     def generate(
@@ -78,34 +78,35 @@ class DecodingModel(Model):
         slide: int = 1,
         use_cache: bool = True,
     ) -> Any:
-        """What the model writes after prompts, by the names that Hugging Face uses.
+        """Continue prompts, with Hugging Face's argument names.
 
-        The prompts are evaluated at once, and then one position at a time, in evaluation mode, with caches of
-        2 * max_steps evaluations. The logits are those of the whole sequence, to rounding.
+        The prompts are evaluated in one pass, then one position at a time, in evaluation mode, with a key-value cache
+        for each of the 2 * max_steps evaluations. The logits equal those of the whole sequence up to rounding.
 
         Args:
             tokens: Prompts: a tensor (B, T), or a list of prompts, which may differ in length.
             max_new_tokens: How many tokens to add.
-            do_sample: Whether to draw tokens. False takes the likeliest.
-            temperature: Of the draw. None is 1.
-            top_k: Draw from so many of the likeliest tokens only; None draws from all.
-            top_p: Draw from the fewest likeliest tokens that have this probability together; None draws from all.
-            eos_token_id: The token, or the tokens, after which a text ends.
-            pad_token_id: What follows the end of a text, in a tensor. None is the (first) eos_token_id.
-            attention_mask: Of a tensor: 0 where tokens are padding, at the left.
-            generator: Of the draws, on the CPU. None is torch's own.
-            slide: By how many positions the window moves on when it is full, that is, when a text is longer than
-                `length`. Positions are absolute, so that all of the window is then evaluated again. With 1 each token
-                is what the model makes of the `length` tokens before it, and takes a whole window; with length // 2 it
-                sees at least so many of them, and nearly all tokens take one position.
+            do_sample: Whether to sample. False takes the most likely token.
+            temperature: Sampling temperature. None is 1.
+            top_k: Sample from the k most likely tokens only; None samples from all.
+            top_p: Sample from the smallest set of most likely tokens with this total probability; None samples from
+                all.
+            eos_token_id: The token, or tokens, that end a text.
+            pad_token_id: The token that fills a tensor after the end of a text. None is the (first) eos_token_id.
+            attention_mask: For a tensor: 0 at padding, which must be on the left.
+            generator: A CPU generator for sampling. None is torch's default.
+            slide: For texts longer than `length`: by how many positions the window moves when it is full. Positions are
+                absolute, so the whole window is then evaluated again. With 1, each token depends on the `length` tokens
+                before it and costs a whole window; with length // 2, it depends on at least half as many, and
+                nearly all tokens cost one position.
             use_cache: False evaluates the whole sequence for every token.
 
         Returns:
-            Of a tensor, a tensor (B, T + new), with at most max_new_tokens new ones. Of a list, a list of 1-d tensors,
-            each with its prompt.
+            For a tensor, a tensor (B, T + new) with at most max_new_tokens new tokens. For a list, a list of 1-d
+            tensors, prompts included.
 
         Raises:
-            TypeError, ValueError: An argument is of the wrong kind, or not possible.
+            TypeError, ValueError: An argument has the wrong type or an invalid value.
             FloatingPointError: A logit is not finite.
 
         Example:
@@ -118,7 +119,7 @@ class DecodingModel(Model):
         settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         if not do_sample and (given := [name for name, value in settings.items() if value is not None]):
             raise ValueError(
-                f"{given[0]} = {settings[given[0]]!r} is about a draw: pass do_sample=True, or leave it out"
+                f"{given[0]} = {settings[given[0]]!r} applies to sampling only: pass do_sample=True, or leave it out"
             )
         usual = 1.0 if temperature is None else temperature
         draw = Draw(usual if do_sample else 0.0, top_k, top_p, generator)
@@ -145,8 +146,8 @@ def stream(
     slide: int = 1,
     use_cache: bool = True,
 ) -> Iterator[Tensor]:
-    """The next token of every text, (B,), as it is chosen, until all of them have ended. No token is outside of the
-    first `vocabulary`. Other arguments are as for `DecodingModel.generate`."""
+    """Yield the next token of every text, (B,), until all texts have ended. Only the first `vocabulary` tokens are
+    chosen. Other arguments are as for `DecodingModel.generate`."""
     with _evaluating(model):
         decoder = Decoder(model, prompts, max_new_tokens, slide, use_cache)
         stops = torch.tensor([*ends], device=prompts[0].device)
@@ -167,10 +168,10 @@ def stream(
 
 
 class Decoder:
-    """Texts that grow by a token at a time, and the logits of their next one.
+    """A batch of growing texts, and the logits of their next tokens.
 
-    Each has a window, of at most `length` tokens. Positions are absolute: where one has to move on, by `slide`, the
-    caches of all are computed anew.
+    Each text has a window of at most `length` tokens. Positions are absolute: when a window moves, by `slide`, all
+    caches are computed again.
     """
 
     def __init__(
@@ -186,18 +187,18 @@ class Decoder:
         self.caches: Caches | None = None
 
     def append(self, tokens: Tensor) -> None:
-        """One to each."""
+        """Append one token to each text."""
         self._new.append(tokens)
 
     def logits(self) -> Tensor:
-        """Of the token that follows each, (B, vocabulary)."""
+        """The logits of the next token of each text, (B, vocabulary)."""
         longest = max(len(row) - start for row, start in zip(self._prompts, self._starts, strict=True)) + len(self._new)
         if self._is_cached and self.caches is not None and longest <= self.length:
             self.caches.advance(1)
             return self.model._decoded(self._new[-1][:, None], self.caches)
         windows = self._windows()
         longest = max(map(len, windows))
-        if not self._is_cached:  # no position depends on the padding after it
+        if not self._is_cached:  # padding on the right affects no position before it
             padded = nn.utils.rnn.pad_sequence([*windows], batch_first=True)
             last = torch.tensor([len(row) - 1 for row in windows], device=padded.device)
             return self.model(padded)[torch.arange(len(windows), device=padded.device), last]
@@ -208,7 +209,7 @@ class Decoder:
         return self.model._decoded(padded, self.caches)
 
     def _windows(self) -> list[Tensor]:
-        """What the model reads of each text."""
+        """The window of each text."""
         texts: Sequence[Tensor] = self._prompts
         if self._new:
             texts = [torch.cat(pair) for pair in zip(self._prompts, torch.stack(self._new, 1), strict=True)]
@@ -219,13 +220,13 @@ class Decoder:
 
 
 def takes_a_cache(block: Any) -> bool:
-    """Whether it is called as block(z, x, cache=...)."""
+    """Whether the block takes an argument `cache`."""
     return "cache" in inspect.signature(block.forward).parameters
 
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, and afterwards in that of before."""
+    """Context manager: evaluation mode, restored afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -239,17 +240,21 @@ def _prompts(model: DecodingModel, tokens: Any, attention_mask: Tensor | None) -
     device = model.embed.token.weight.device
     if attention_mask is not None:
         if not isinstance(tokens, Tensor) or attention_mask.shape != tokens.shape:
-            raise ValueError("attention_mask must be shaped like tokens, a tensor: a list of prompts needs none")
+            raise ValueError(
+                "attention_mask must have the shape of tokens, a tensor; for a list of prompts, leave it out"
+            )
         kept = attention_mask.bool()
         if (kept[:, 1:] < kept[:, :-1]).any():
-            raise ValueError("attention_mask has padding at the right of a prompt: pad at the left, or pass a list")
+            raise ValueError(
+                "attention_mask has padding on the right of a prompt: pad on the left, or pass a list of prompts"
+            )
         rows = [row[mask] for row, mask in zip(tokens, kept, strict=True)]
     elif isinstance(tokens, Tensor) and tokens.dim() != 2:
-        raise ValueError(f"tokens of shape {tuple(tokens.shape)}: they must be a batch of prompts, (B, T), or a list")
+        raise ValueError(f"tokens of shape {tuple(tokens.shape)}: pass a batch of prompts (B, T), or a list of prompts")
     else:
         rows = [torch.as_tensor(row, device=device) for row in tokens]
     if not rows or any(row.dim() != 1 or len(row) < 1 for row in rows):
-        raise ValueError("tokens have no prompt, or one that is empty: begin a text with a token")
+        raise ValueError("tokens has no prompt, or an empty one: every prompt needs at least one token")
     for row in rows:
         if row.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"tokens are {row.dtype}: they must be int64 or int32")
@@ -257,18 +262,18 @@ def _prompts(model: DecodingModel, tokens: Any, attention_mask: Tensor | None) -
 
 
 def _after_the_end(new: Tensor, ends: Sequence[int]) -> Tensor:
-    """Where the tokens of a text come after one of its ends."""
+    """The mask of tokens after the end of a text."""
     is_end = torch.isin(new, torch.tensor([*ends], device=new.device)).long()
     return is_end.cumsum(1) - is_end > 0
 
 
 def check(max_new_tokens: int, draw: Draw, slide: int = 1, length: int = 1) -> None:
-    """Refuse what is not possible."""
+    """Raise for invalid settings."""
     for name, value in (("max_new_tokens", max_new_tokens), ("top_k", draw.top_k), ("slide", slide)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name} = {value!r} must be an integer of at least 1")
     if slide > length:
-        raise ValueError(f"slide = {slide} must be at most length = {length}: a window that moves on keeps a token")
+        raise ValueError(f"slide = {slide} must be less than or equal to length = {length}: choose a smaller slide")
     if not 0 <= draw.temperature < float("inf"):
         raise ValueError(f"temperature = {draw.temperature!r} must be 0 or larger")
     if draw.top_p is not None and not 0 < draw.top_p <= 1:

@@ -1,4 +1,4 @@
-"""The fixed point of a block, by the reversible solver or, to compare, by another."""
+"""The fixed point of a block, by the reversible solver or, for comparison, by another one."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -22,26 +22,24 @@ SOLVERS = ("reversible", "stored", "checkpointed", "torchdeq")
 OF_ALL = ("beta", "max_steps", "tol", "check")
 SAME = (*OF_ALL, "gamma", "schedule")
 TAKEN = {"stored": SAME, "checkpointed": SAME, "torchdeq": OF_ALL}
-"""Options that mean something to another solver, or can do no harm."""
+"""Options that other solvers use, or may ignore."""
 
 
 class Equilibrium(RevDEQ):
-    """A `revdeq.RevDEQ` that can be solved by other means, too, to compare with.
+    """A `revdeq.RevDEQ` with a choice of solvers, for comparison.
 
     Args:
         f: A module f(z, x).
-        solver: "reversible" is the paper's. "stored" and "checkpointed" compute the same as "reversible" with
-            state="float64", bit for bit, and are differentiated by plain autograd and by torch.utils.checkpoint.
-            "torchdeq" is the classical equilibrium model: Anderson acceleration both ways, which ends at the relative
-            residual `tol` if it is given, and the gradient of the implicit function theorem. All of them draw one
-            dropout mask per solve.
-        evaluations: For "torchdeq", the largest number of evaluations of f in the forward pass, and of products with
-            its transposed Jacobian in the backward pass. None is 2 `max_steps`. The gradient takes one evaluation of f
-            more.
+        solver: "reversible" is the paper's. "stored" and "checkpointed" compute the same bits as "reversible" with
+            state="float64", and are differentiated by plain autograd and by torch.utils.checkpoint. "torchdeq" is the
+            classical equilibrium model: Anderson acceleration in both passes, down to the relative residual `tol` if it
+            is given, and the implicit gradient. All of them draw one dropout mask per solve.
+        evaluations: For "torchdeq", the maximum number of evaluations of f in the forward pass, and of vector-Jacobian
+            products in the backward pass. None is 2 `max_steps`. The gradient takes one more evaluation of f.
         options: The options of `revdeq.RevDEQ`, by name.
 
     Raises:
-        ValueError: An option means nothing to this solver.
+        ValueError: An option does not apply to this solver.
         ImportError: solver is "torchdeq", which is not installed.
 
     Example:
@@ -56,11 +54,11 @@ class Equilibrium(RevDEQ):
         self.solver = _checked_solver(solver, options)
         self.evaluations = _checked_evaluations(evaluations, self.max_steps, solver)
         if solver == "torchdeq":
-            _anderson(3, None)  # or an error that says what to install, now and not in the first forward pass
+            _anderson(3, None)  # raises now, not in the first forward pass, if torchdeq is missing
 
     def forward(self, x: Tensor, z0: Tensor | None = None) -> Tensor:  # type: ignore[override]
         if torch.is_autocast_enabled(x.device.type):
-            x = x.float()  # autocast lowers the precision inside f, not that of the state that f reads
+            x = x.float()  # autocast applies inside f, not to its input
         if self.solver == "reversible":
             return super().forward(x, z0=z0)
         f = _Repeated(self.f, x)
@@ -74,7 +72,7 @@ class Equilibrium(RevDEQ):
             residual = change / (value + NORM_FLOOR)
         else:
             deq = _anderson(self.evaluations or 2 * self.max_steps, self.tol)
-            deq.train(torch.is_grad_enabled())  # in torchdeq, the mode decides whether there is a gradient
+            deq.train(torch.is_grad_enabled())  # torchdeq computes gradients in training mode only
             with torch.autocast(x.device.type, enabled=False):  # a Gram matrix in bfloat16 would be singular
                 (z,), info = deq(f, z0)
             residual = info["rel_lowest"].mean()
@@ -83,7 +81,7 @@ class Equilibrium(RevDEQ):
         return z
 
     def _cached(self, x: Tensor, caches: Caches) -> Tensor:
-        """The same at positions that follow those in the caches, of which every evaluation has one. No gradient."""
+        """The equilibrium at positions that continue the cached ones, without a gradient."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()
         options = options_from(self._used(None))
@@ -100,13 +98,13 @@ class Equilibrium(RevDEQ):
 
 
 OPTIONS = {*NAMES, "solver", "evaluations"} - {"schedule"}
-"""By name, what a model passes on to its equilibria, and can be written down: a schedule is found, and comes with the
-weights. In a preset the word stands for that of the learning rate."""
+"""The options that a model passes on to its equilibria. `schedule` is not one: it is part of the weights, and in a
+preset the word means the schedule of the learning rate."""
 
 
 class _Repeated:
-    """f(., x) with one random draw for all evaluations, as within `revdeq.solve`, and under the autocast of the
-    forward pass. It counts its calls, and keeps the last two inputs."""
+    """f(., x) with the same random numbers in all evaluations, as in `revdeq.solve`, and under the autocast settings of
+    the forward pass. It counts its calls, and keeps the last two inputs."""
 
     def __init__(self, f: Callable[..., Any], x: Tensor) -> None:
         self.f, self.x, self.calls = f, x, 0
@@ -150,7 +148,7 @@ def _checked_solver(solver: str, options: Mapping[str, Any]) -> str:
     if solver not in SOLVERS:
         raise ValueError(f"solver = {solver!r} must be one of {', '.join(map(repr, SOLVERS))}")
     if solver in ("stored", "checkpointed") and options.get("tol") is not None:
-        raise ValueError(f"tol = {options['tol']!r}: solver = {solver!r} takes all of its steps; use tol=None")
+        raise ValueError(f"tol = {options['tol']!r}: solver = {solver!r} always takes all steps; use tol=None")
     if solver != "reversible":
         for name, value in options.items():
             same = value == getattr(Options, name) or (name, value) == ("state", "float64")
@@ -167,7 +165,7 @@ def _checked_evaluations(evaluations: int | None, max_steps: int, solver: str) -
 
 
 class EquilibriumModel(Model):
-    """What the models with equilibria in them have in common."""
+    """Base class of the models with equilibria."""
 
     @property
     def equilibria(self) -> list[Equilibrium]:
@@ -175,8 +173,8 @@ class EquilibriumModel(Model):
 
     @property
     def last(self) -> Last | None:
-        """What the last forward pass did: steps and nfe of all equilibria, and the largest residual of those that took
-        more than a step (the first step from zero has a residual of 1)."""
+        """Statistics of the last forward pass: steps and nfe, summed over all equilibria, and the largest change of
+        those that took more than one step (the first step from zero always has a change of 1)."""
         return last_of(self)
 
 

@@ -1,4 +1,4 @@
-"""Explicit models to compare with: a ResNet and a transformer that can be given the size of an equilibrium model."""
+"""Explicit models for comparison, which can be sized to match an equilibrium model."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -75,7 +75,7 @@ class ResNet(Model):
 
 
 class Transformer(DecodingModel):
-    """A pre-norm transformer as GPT-2: tokens (B, T) to logits (B, T, vocabulary), with a tied head.
+    """A pre-norm transformer like GPT-2: tokens (B, T) to logits (B, T, vocabulary), with a tied head.
 
     Args:
         vocabulary: As for `LanguageModel`.
@@ -136,14 +136,14 @@ class Transformer(DecodingModel):
 
 
 class PuzzleNet(Model):
-    """A `PuzzleModel` with a number of blocks, each with parameters of its own, in place of the equilibrium.
+    """A `PuzzleModel` with a stack of blocks, each with its own parameters, in place of the equilibrium.
 
     Args:
         features: As for `PuzzleModel`.
         dimensions: As for `PuzzleModel`.
         channels: As for `PuzzleModel`.
         classes: As for `PuzzleModel`.
-        depth: The number of blocks; each is the equilibrium's f, and the first one reads z = 0.
+        depth: The number of blocks. Each has the form of the equilibrium's f; the first one gets z = 0.
 
     Example:
         >>> revdeq.models.PuzzleNet(channels=8)(torch.randn(2, 3, 9, 9)).shape
@@ -195,7 +195,7 @@ class Layer(nn.Module):
 
 
 def count_parameters(model: nn.Module) -> int:
-    """The number of parameters of a model. Those that are shared count once.
+    """The number of parameters of a model. Shared parameters count once.
 
     Args:
         model: Any module.
@@ -211,14 +211,14 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def _nearest(make: Callable[[int], nn.Module], parameters: int, remedy: str) -> int:
-    """The size at which `make` comes nearest to so many parameters."""
+    """The size with which `make` has the closest number of parameters."""
 
     def count(size: int) -> int:
         with torch.device("meta"):  # nothing is allocated
             return count_parameters(make(size))
 
     if count(1) > parameters:
-        raise ValueError(f"parameters = {parameters} are fewer than the smallest model has, {count(1)}: {remedy}")
+        raise ValueError(f"parameters = {parameters} is below the smallest possible model, {count(1)}: {remedy}")
     low, high = 1, 2
     while count(high) < parameters:
         low, high = high, 2 * high

@@ -1,5 +1,5 @@
-"""The paper's image models. Replace f by a module f(z, x) of your own: SingleScale(block=MyBlock), where
-MyBlock(channels, width) makes it."""
+"""The paper's image models. To use an f of your own, pass SingleScale(block=MyBlock), where MyBlock(channels, width) is
+a module f(z, x)."""
 
 import functools
 import itertools
@@ -20,14 +20,14 @@ class SingleScale(EquilibriumModel):
     """A 3x3 convolution with GroupNorm, the equilibrium of a `ConvBlock` (equation 8 of the paper), average pooling
     to 4x4, and a linear layer: images (B, 3, H, W) to logits (B, classes).
 
-    The defaults are the paper's, which quotes 170K parameters: 160,138 by its hyper-parameters.
+    The defaults are the paper's, which states 170K parameters; its hyperparameters give 160,138.
 
     Args:
         channels: Of the block.
         width: Of the block.
         classes: The number of classes.
         form: "paper", or "authors" for the block of the authors' code.
-        block: A function that makes another f, from `channels` and `width`. None is `ConvBlock`.
+        block: A class or function that returns another f, given `channels` and `width`. None is `ConvBlock`.
         max_steps: As for `revdeq.RevDEQ`.
         beta: As for `revdeq.RevDEQ`.
         options: Other options of `Equilibrium` and `revdeq.RevDEQ`, by name.
@@ -61,22 +61,23 @@ class SingleScale(EquilibriumModel):
 
 
 class MultiScale(EquilibriumModel):
-    """The implicit ResNet: four scales, at each of which the equilibrium of a `ConvBlock` has an identity path
-    around it, followed by a `PreActivation` block that halves the image, and by global average pooling at the last.
+    """The implicit ResNet: four scales, each the equilibrium of a `ConvBlock` with a skip connection around it and a
+    `PreActivation` block that halves the image; after the last scale, global average pooling.
 
-    | channels             | widths       | max_steps    | the paper quotes | counted    |
+    | channels             | widths       | max_steps    | stated in paper  | counted    |
     |----------------------|--------------|--------------|------------------|------------|
     | 32, 32, 32, 32       | 1, 2, 2, 1   | 1, 4, 4, 1   | 170K             | 171,498    |
     | 64, 128, 128, 256    | 2, 4, 4, 2   | 1, 4, 4, 1   | 5M               | 6,335,946  |
     | 128, 256, 256, 128   | 1, 3, 3, 1   | 4, 4, 4, 4   | 10M              | 10,319,754 |
 
     Args:
-        channels: Of each scale, of which there may be more or fewer than four.
+        channels: Of each scale; there may be more or fewer than four.
         widths: Of the block of each scale, or one number for all.
         max_steps: Of each scale, or one number for all.
         classes: The number of classes.
         form: "paper", or "authors" for the block of the authors' code.
-        block: A function that makes another f, from the channels and the width of a scale. None is `ConvBlock`.
+        block: A class or function that returns another f, given the channels and the width of a scale. None is
+            `ConvBlock`.
         beta: As for `revdeq.RevDEQ`.
         evaluations: As for `Equilibrium`, of each scale, or one number for all.
         options: Other options of `Equilibrium` and `revdeq.RevDEQ`, by name.
@@ -126,14 +127,14 @@ class MultiScale(EquilibriumModel):
 
 def checked_images(images: Tensor) -> Tensor:
     if images.dim() != 4 or images.shape[1] != 3 or 0 in images.shape:
-        raise ValueError(f"images of shape {tuple(images.shape)}: they must be a batch of shape (B, 3, H, W)")
+        raise ValueError(f"images of shape {tuple(images.shape)}: pass a batch of shape (B, 3, H, W)")
     if not images.is_floating_point():
-        raise TypeError(f"images are {images.dtype}: scale and normalise them to floating point numbers first")
+        raise TypeError(f"images are {images.dtype}: convert them to normalized floating point numbers first")
     return images
 
 
 def by_scale(name: str, values: Any, scales: int | None = None) -> list[Any]:
-    """A list of one number for each scale; once their number is known, one value may stand for all."""
+    """One number per scale, as a list; a single number is repeated if the number of scales is known."""
     if isinstance(values, int) and scales is not None:
         values = [values] * scales
     if not isinstance(values, (list, tuple)) or len(values) < 1 or (scales and len(values) != scales):

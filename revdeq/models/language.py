@@ -1,6 +1,6 @@
-"""The paper's language model. Replace f by a module f(z, x) of your own: LanguageModel(block=MyBlock), where
-MyBlock(d) makes it. Position t of its output may depend on the positions up to t only. To write text fast, let it be
-f(z, x, cache=None), and attend by cache.attend(q, k, v) where there is a cache."""
+"""The paper's language model. To use an f of your own, pass LanguageModel(block=MyBlock), where MyBlock(d) is a module
+f(z, x). Position t of its output may depend only on positions up to t. For fast decoding, define f(z, x, cache=None),
+and call cache.attend(q, k, v) if there is a cache."""
 
 import math
 from collections.abc import Callable
@@ -16,26 +16,26 @@ from .decoding import DecodingModel, takes_a_cache
 from .equilibrium import Equilibrium, EquilibriumModel
 
 INITIAL_DEVIATION = 0.02 * math.sqrt(1024)
-"""Of the initial weights, times the root of their fan-in: GPT-2's .02 at the paper's size. The paper does not say."""
+"""Initial standard deviation times sqrt(fan-in): GPT-2's .02 at the paper's size. The paper does not state it."""
 
 
 class LanguageModel(EquilibriumModel, DecodingModel):
     """Embeddings of tokens and positions, the equilibrium of a `TransformerBlock` (equation 7 of the paper), and the
-    token embedding once more as the head: tokens (B, T) to logits (B, T, vocabulary) of the token that follows each.
+    a tied head: tokens (B, T) to logits (B, T, vocabulary) of each next token.
 
-    The defaults are the paper's, which quotes 94M parameters. They are counted as 93,987,840 with heads of the full
-    size d each, and as 64,627,712 with heads of size d / 8 (wide_heads=False).
+    The defaults are the paper's, which states 94M parameters. There are 93,987,840 with heads of full size d, and
+    64,627,712 with heads of size d / 8 (wide_heads=False).
 
     Args:
         vocabulary: The number of tokens; the default is that of GPT-2, padded to a multiple of 128.
         d: As for `TransformerBlock`.
         heads: As for `TransformerBlock`.
-        length: Of the longest sequence.
+        length: The maximum length of a sequence.
         dropout: As for `TransformerBlock`.
         wide_heads: As for `TransformerBlock`.
         form: "paper", "authors" for the block of the authors' code, "residual" or "pre-norm", as for
             `TransformerBlock`.
-        block: A function that makes another f, from `d`. None is `TransformerBlock`.
+        block: A class or function that returns another f, given `d`. None is `TransformerBlock`.
         max_steps: As for `revdeq.RevDEQ`.
         beta: As for `revdeq.RevDEQ`.
         options: Other options of `Equilibrium` and `revdeq.RevDEQ`, by name.
@@ -79,17 +79,17 @@ class LanguageModel(EquilibriumModel, DecodingModel):
     def _why_not_cached(self) -> str | None:
         equilibrium = self.equilibrium
         if not takes_a_cache(equilibrium.f):
-            return f"{type(equilibrium.f).__name__} takes no cache; let its forward take (self, z, x, cache=None)"
+            return f"{type(equilibrium.f).__name__} takes no cache; define forward(self, z, x, cache=None)"
         if equilibrium.solver != "reversible":
-            return f"solver = {equilibrium.solver!r} has no caches; use solver='reversible'"
+            return f"solver = {equilibrium.solver!r} does not support caches; use solver='reversible'"
         if equilibrium.tol is not None:
-            return f"tol = {equilibrium.tol!r} ends all positions together; use tol=None"
+            return f"tol = {equilibrium.tol!r} stops all positions together; use tol=None"
         return None
 
 
 class Embedding(nn.Module):
-    """Of tokens and their positions; and the head, which is the same matrix and so begins small. The embeddings are
-    multiplied by the root of d, as by Vaswani et al. (2017): beside a normalised z, they would hardly be seen."""
+    """Embeddings of tokens and positions, and the tied head, whose initial weights are small. As in Vaswani et al.
+    (2017), the embeddings are multiplied by sqrt(d): otherwise they would be negligible next to a normalized z."""
 
     def __init__(self, vocabulary: int, d: int, length: int) -> None:
         super().__init__()
@@ -98,15 +98,15 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(length, d)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """positions: None begins at the first one."""
+        """positions: None starts at 0."""
         if tokens.dim() != 2 or tokens.shape[1] < 1:
-            raise ValueError(f"tokens of shape {tuple(tokens.shape)}: they must be a batch of sequences, (B, T)")
+            raise ValueError(f"tokens of shape {tuple(tokens.shape)}: pass a batch of sequences (B, T)")
         if tokens.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"tokens are {tokens.dtype}: they must be int64 or int32")
         if tokens.shape[1] > self.length:
             raise ValueError(
-                f"tokens of length {tokens.shape[1]}: this model reads at most length = {self.length}; cut them, or "
-                "make the model with a larger length"
+                f"tokens of length {tokens.shape[1]}: this model has length = {self.length}; truncate them, or "
+                "create the model with a larger length"
             )
         try:
             x = self.token(tokens)

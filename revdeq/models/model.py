@@ -1,4 +1,4 @@
-"""What every model has: weights, settings and a card that can be shared, by the mixin of huggingface_hub."""
+"""Base class of all models: sharing of weights, settings and a model card by huggingface_hub's mixin."""
 
 import contextlib
 import json
@@ -16,9 +16,9 @@ from .blocks import name_of
 
 DATA = "data.safetensors"
 COEFFICIENTS = ("beta", "gamma")
-"""Settings that the weights of a tuned layer bring with them."""
+"""Settings that are part of the weights of a tuned layer."""
 KIND = "kind"
-"""Where the configuration has the name of the class."""
+"""The key of the class name in the configuration."""
 NEEDED = "needs huggingface_hub and safetensors: pip install 'revdeq[hub]'"
 CARD = """\
 ---
@@ -41,7 +41,7 @@ CARD = """\
 """
 
 UNREADABLE: tuple[type[Exception], ...] = (OSError, json.JSONDecodeError, UnicodeDecodeError)
-"""Of a folder that is damaged, or of a name that the Hub does not have."""
+"""Raised for a damaged folder, or for a name that is not on the Hub."""
 if TYPE_CHECKING:
     from huggingface_hub import PyTorchModelHubMixin as Mixin
 else:
@@ -54,7 +54,7 @@ else:
     except ImportError:
 
         class Mixin:
-            """In place of the one that is not installed: it says so when it is used, and not before."""
+            """Raises when it is used without huggingface_hub."""
 
             def __init_subclass__(cls, **_: Any) -> None:
                 super().__init_subclass__()
@@ -78,22 +78,23 @@ class Model(
     tags=["deep-equilibrium-model"],
     model_card_template=CARD,
 ):
-    """A model that `save_pretrained`, `from_pretrained` and `push_to_hub` share, with the keywords it was made with."""
+    """A model with `save_pretrained`, `from_pretrained` and `push_to_hub`."""
 
     trained: Mapping[str, Any] | None = None
-    """What a checkpoint holds beside the weights, where the model comes from one: "preset", "update", "metric",
+    """The entries of its checkpoint other than the weights, if it was loaded from one: "preset", "update", "metric",
     "shapes" and "data"."""
 
     def __init_subclass__(cls, **more: Any) -> None:
-        # A block is code, which is not shared: its name is, so that a reader knows what to pass.
+        # A block is code and is not shared. Its name is, for the error message of from_pretrained.
         names = {kind: (name_of, lambda name: name) for kind in (type, FunctionType)}
         super().__init_subclass__(**{"coders": names, **more})
 
     def save_pretrained(self, save_directory: Any, *, config: Any = None, **more: Any) -> Any:
         if (Path(save_directory) / "last.pt").exists():
             raise ValueError(
-                f"save_directory = {str(save_directory)!r} is the folder of a run, whose config.json would be lost: "
-                "choose another"
+                f"save_directory = {str(save_directory)!r} is the folder of a run, whose config.json would be "
+                f"overwritten: "
+                "choose another folder"
             )
         if config is None:
             config = {**self._settings(), KIND: type(self).__name__}
@@ -103,7 +104,7 @@ class Model(
         return super().save_pretrained(save_directory, config=config, **more)
 
     def _settings(self) -> dict[str, Any]:
-        """The keywords it was made with, and the coefficients in use, which may have been tuned since."""
+        """Its constructor arguments, with the current coefficients."""
         return {**(getattr(self, "_hub_mixin_config", None) or {}), **coefficients(self)}
 
     def push_to_hub(self, repo_id: str, *, model_card_kwargs: Any = None, **more: Any) -> Any:
@@ -122,35 +123,35 @@ class Model(
         name = pretrained_model_name_or_path
         folder = Path(name) if Path(name).is_dir() else None
         try:
-            if folder is not None and not (folder / "config.json").is_file():  # the mixin would go on without
+            if folder is not None and not (folder / "config.json").is_file():  # the mixin would ignore it
                 raise FileNotFoundError("there is no config.json in it")
             return super().from_pretrained(name, asked=more, **more)
         except UNREADABLE as error:
             if folder is not None:
-                raise ValueError(f"{name} cannot be read as a model that save_pretrained wrote: {error}") from error
+                raise ValueError(f"{name} is not a model that save_pretrained wrote: {error}") from error
             raise OSError(f"there is no folder {name}, and it cannot be read from the Hub: {error}") from error
 
     @classmethod
     def _from_pretrained(
         cls, *, model_id: str, asked: Any = None, config: Any = None, strict: bool = True, **more: Any
     ) -> Any:
-        """asked: what the user changes, which `more` has beside all else in the configuration."""
+        """asked: the settings that the user overrides; `more` has the whole configuration."""
         config = dict(config or {})
         trained, kind = config.pop("trained", None), config.pop(KIND, cls.__name__)
         if kind not in [each.__name__ for each in cls.__mro__]:
-            raise ValueError(f"{model_id} holds a {kind}, not a {cls.__name__}: use {kind}.from_pretrained")
+            raise ValueError(f"{model_id} contains a {kind}, not a {cls.__name__}: use {kind}.from_pretrained")
         more = {key: value for key, value in more.items() if key not in ("config", "trained", KIND)}
         asked = asked or {}
         if isinstance(more.get("block"), str) and "block" not in asked:
             raise TypeError(
-                f"{model_id} was saved with block={more['block']!r}, which is code, and no file holds code: pass the "
-                f"class, from_pretrained({model_id!r}, block={more['block'].rpartition(':')[2]})"
+                f"{model_id} was saved with block={more['block']!r}, and code is not shared: pass the class, "
+                f"from_pretrained({model_id!r}, block={more['block'].rpartition(':')[2]})"
             )
         if isinstance(more.get("state"), dict):
             more["state"] = Exact(**more["state"])
-        # A layer's own are no keywords of a model, which has one for all.
+        # Coefficients that differ by layer are not constructor arguments.
         of_layers = {name: more.pop(name) for name in COEFFICIENTS if isinstance(more.get(name), list)}
-        with contextlib.redirect_stdout(sys.stderr):  # the mixin says where it looks
+        with contextlib.redirect_stdout(sys.stderr):  # the mixin prints where it looks
             model = super()._from_pretrained(model_id=model_id, strict=strict, **more)
         use(model, of_layers)
         used = use(model, asked)
@@ -168,7 +169,7 @@ class Model(
         config = self._settings()
         nature = "A reversible deep equilibrium model"
         if not hasattr(self, "equilibria"):
-            nature = "An explicit model, to compare with reversible deep equilibrium models"
+            nature = "An explicit model, for comparison with reversible deep equilibrium models"
         named = {
             "title": preset.get("name") or type(self).__name__,
             "nature": nature,
@@ -181,28 +182,28 @@ class Model(
 
 
 def coefficients(model: nn.Module) -> dict[str, Any]:
-    """beta and gamma as they are in use: a number, or one for each layer where they differ."""
+    """The current beta and gamma: one number each, or a list if they differ by layer."""
     layers = [m for m in model.modules() if isinstance(m, RevDEQ)]
     found = {name: [getattr(layer, name) for layer in layers] for name in COEFFICIENTS if layers}
     return {name: values if len({*values}) > 1 else values[0] for name, values in found.items()}
 
 
 def use(model: nn.Module, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Set the coefficients that are asked for, once the weights are there, which may have brought others. Those that
-    are now others."""
+    """Set the given coefficients, after the weights, which may include others, are loaded. Returns those that
+    changed."""
     before = coefficients(model)
     layers = [m for m in model.modules() if isinstance(m, RevDEQ)]
     for name in before.keys() & asked.keys():
         values = asked[name] if isinstance(asked[name], (list, tuple)) else [asked[name]] * len(layers)
         for layer, value in zip(layers, values, strict=True):
             if getattr(layer, name) != value:
-                layer.schedule = None  # which would hide it
+                layer.schedule = None  # it would take precedence
             setattr(layer, name, value)
     return {name: value for name, value in coefficients(model).items() if value != before[name]}
 
 
 def as_changed(trained: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of a model after its settings changed: what it was trained by, but not how good it is."""
+    """The checkpoint entries of a model after its settings changed: without the metric."""
     if not changed:
         return dict(trained)
     preset = trained["preset"]
@@ -222,7 +223,7 @@ def _results(trained: Mapping[str, Any], preset: Mapping[str, Any]) -> str:
 
 
 def _tensors(model_id: str, more: Mapping[str, Any]) -> dict[str, Any]:
-    """What belongs to the data, from the file beside the weights, here or on the Hub."""
+    """The tensors of the data set, such as a vocabulary, from a local folder or from the Hub."""
     import huggingface_hub
     import safetensors.torch
 

@@ -1,8 +1,8 @@
-"""A model for puzzles: strings or images with a class to be found for every position, of whatever size.
+"""A model for puzzles: strings or images of any size, with a class to predict at every position.
 
-What one evaluation of f sees is local, so that what is far away arrives after many: a larger puzzle takes more steps,
-not more parameters. Replace f by a module f(z, x) of your own: PuzzleModel(block=MyBlock), where MyBlock(channels,
-dimensions) makes it.
+One evaluation of f is local, and information travels further with every evaluation: a larger puzzle takes more steps,
+not more parameters. To use an f of your own, pass PuzzleModel(block=MyBlock), where MyBlock(channels, dimensions) is
+a module f(z, x).
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ CONVOLUTIONS: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d}
 
 
 class PuzzleBlock(nn.Module):
-    """f(z, x) = LN(z + W2 * ReLU(W1 * z + x)), with convolutions of 3 (or 3x3) positions. The norm is over the channels
-    of a position: one over positions would depend on the size of the puzzle.
+    """f(z, x) = LN(z + W2 * ReLU(W1 * z + x)), with convolutions of size 3 (or 3x3). The norm is over the channels of
+    a position, because a norm over positions would depend on the size of the puzzle.
 
     Args:
         channels: Of z and x.
@@ -55,18 +55,18 @@ class ChannelNorm(nn.Module):
 
 
 class PuzzleModel(EquilibriumModel):
-    """The equilibrium of a `PuzzleBlock` between two local maps: (B, features, positions ...) to logits
-    (B, positions ..., classes).
+    """The equilibrium of a `PuzzleBlock` between a local encoder and a local head: (B, features, positions ...) to
+    logits (B, positions ..., classes).
 
     Args:
         features: The number of channels of the input.
         dimensions: 1 for strings, 2 for images.
         channels: Of the block.
         classes: The number of classes of a position.
-        noise: In training, every second puzzle starts from normal noise of this size, and not from 0, so that where a
-            model begins does not matter to where it ends. Without, some long strings end in states that only look
-            right nearby.
-        block: A function that makes another f, from `channels` and `dimensions`. None is `PuzzleBlock`.
+        noise: In training, every second puzzle starts from Gaussian noise of this scale instead of 0, so that the
+            result does not depend on the initial state. Without it, some long strings converge to states that are only
+            locally consistent.
+        block: A class or function that returns another f, given `channels` and `dimensions`. None is `PuzzleBlock`.
         max_steps: As for `revdeq.RevDEQ`.
         beta: As for `revdeq.RevDEQ`.
         options: Other options of `Equilibrium` and `revdeq.RevDEQ`, by name.
@@ -90,7 +90,7 @@ class PuzzleModel(EquilibriumModel):
     ) -> None:
         super().__init__()
         if not isinstance(noise, (int, float)) or not 0 <= noise < float("inf"):
-            raise ValueError(f"noise = {noise!r} must be a number of at least 0, of which z is about 1; 0 is none")
+            raise ValueError(f"noise = {noise!r} must be a number of at least 0 (z is about 1); 0 disables it")
         self.noise = noise
         self.encode = encoder(features, dimensions, channels)
         f = made(block, lambda: PuzzleBlock(channels, dimensions), channels=channels, dimensions=dimensions)
@@ -126,5 +126,5 @@ def checked_puzzles(encode: Any, puzzles: Tensor) -> Tensor:
     dimensions, features = encode.weight.dim() - 2, encode.weight.shape[1]
     if puzzles.dim() != dimensions + 2 or puzzles.shape[1] != features or 0 in puzzles.shape:
         shape = f"(B, {features}, {'H, W' if dimensions == 2 else 'T'})"
-        raise ValueError(f"puzzles of shape {tuple(puzzles.shape)}: they must be a batch of shape {shape}")
+        raise ValueError(f"puzzles of shape {tuple(puzzles.shape)}: pass a batch of shape {shape}")
     return puzzles

@@ -1,6 +1,6 @@
-"""Training of the paper's models, of small ones, and of yours: what `revdeq.train` and the command line call.
+"""Training of presets and of your own models, used by `revdeq.train` and the command line.
 
-It needs what `pip install 'revdeq[train]'` installs.
+Needs `pip install 'revdeq[train]'`.
 """
 
 import importlib as _importlib
@@ -14,7 +14,7 @@ _PLACES = {
     "restore": ("Trained", "restored"),
     "run": ("Diverged", "Stopped", "train"),
 }
-"""What is public, and the module that has it, which is imported when it is first asked for: `--help` needs no NumPy."""
+"""Public names and their modules, which are imported on first use: `--help` needs no NumPy."""
 
 __all__ = [
     "PRESETS",

@@ -1,4 +1,4 @@
-"""Checkpoints: tensors and plain values, written whole or not at all, loaded without running anything in them."""
+"""Checkpoints: tensors and plain values, written atomically, loaded without executing code."""
 
 import json
 import os
@@ -21,7 +21,7 @@ FORMAT = "revdeq 1"
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be written, read or used; the message says what to do."""
+    """A checkpoint cannot be written, read or used; the message says what to do."""
 
 
 def save(path: Path, state: Mapping[str, Any]) -> None:
@@ -29,7 +29,7 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
         with replacing(path) as file:
             torch.save({"format": FORMAT, **state}, file)
     except (OSError, RuntimeError) as error:
-        # torch stumbles over the file's own error while it closes the archive
+        # torch raises this when it closes the archive after a failed write
         cause = error.__context__ if isinstance(error, RuntimeError) else error
         if not isinstance(cause, OSError):
             raise
@@ -37,12 +37,12 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> str:
-    intact = f" {path} is as it was: make room and pass --resume." if path.exists() else ""
+    intact = f" {path} is intact: free some space and pass --resume." if path.exists() else ""
     return f"{path} cannot be written: {error.strerror or error}.{intact}"
 
 
 def load(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds, or the best one in the folder of a run, or what `save_pretrained` wrote."""
+    """Read a checkpoint, the best one in the folder of a run, or the files of `save_pretrained`."""
     if path.is_dir():
         names = ("best.pt", "last.pt", "model.safetensors")
         file = next((path / name for name in names if (path / name).is_file()), None)
@@ -53,39 +53,37 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"there is no checkpoint {path}: a run folder has last.pt and best.pt")
     try:
         if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:  # torch does not look at checksums
+            with zipfile.ZipFile(path) as archive:  # torch does not verify checksums
                 if (part := archive.testzip()) is not None:
                     raise zipfile.BadZipFile(f"the checksum of {part} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as a checkpoint: {_reason(path, error)}{_beside(path)}"
-        ) from error
+        raise CheckpointError(f"{path} is not a readable checkpoint: {_reason(path, error)}{_beside(path)}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of `python -m revdeq train` (format {FORMAT!r})")
     return state
 
 
 def _reason(path: Path, error: Exception) -> str:
-    """What torch says of other files is of no help, and its advice, to let a file run code, is bad."""
+    """A better reason than torch's message, which suggests to let the file run code."""
     if not os.access(path, os.R_OK):
-        return "you may not read it; change its permissions"
+        return "permission denied; change its permissions"
     if path.stat().st_size == 0:
         return "it is empty; copy it again"
     with path.open("rb") as file:
         archive = file.read(2) == b"PK"
     if not archive:
-        return "it is of another program; name a checkpoint that `python -m revdeq train` wrote"
+        return "another program wrote it; pass a checkpoint of `python -m revdeq train`"
     if not zipfile.is_zipfile(path):
-        return "its end is missing; copy it again"
+        return "it is truncated; copy it again"
     if isinstance(error, pickle.UnpicklingError):
-        return "it is damaged, or holds code, which is not run; get it again, from a source that you trust"
+        return "it is damaged, or contains code, which is not run; get it again from a trusted source"
     return f"it is damaged ({(str(error) or type(error).__name__).partition(chr(10))[0]}); copy it again"
 
 
 def _beside(path: Path) -> str:
     other = path.with_name({"last.pt": "best.pt", "best.pt": "last.pt"}.get(path.name, path.name))
-    return f". There is {other} beside it" if other != path and other.is_file() else ""
+    return f". {other} is in the same folder" if other != path and other.is_file() else ""
 
 
 def _pretrained(folder: Path) -> dict[str, Any]:
@@ -93,33 +91,31 @@ def _pretrained(folder: Path) -> dict[str, Any]:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
     except ImportError as error:
-        raise CheckpointError(f"{folder} needs safetensors to be read: pip install 'revdeq[hub]'") from error
+        raise CheckpointError(f"{folder} needs safetensors: pip install 'revdeq[hub]'") from error
     try:
         trained = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("trained")
         if trained is None:
-            raise CheckpointError(
-                f"{folder} is of a model that was saved without its training: read it with from_pretrained of its class"
-            )
+            raise CheckpointError(f"{folder} has no training settings: load it with from_pretrained of its class")
         kept = {"data": load_file(folder / DATA)} if "data" in trained else {}
         return {"metric": "", "folder": None, **trained, **kept, "model": load_file(folder / "model.safetensors")}
     except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} cannot be read as a model that save_pretrained wrote: {error}") from error
+        raise CheckpointError(f"{folder} is not a model that save_pretrained wrote: {error}") from error
 
 
 def load_weights(
     model: nn.Module, path: Path, state: Mapping[str, Any], changes: Mapping[str, Any] | None = None
 ) -> None:
-    """changes: what differs from the settings of its training."""
+    """changes: settings that override those of the training."""
     try:
         model.load_state_dict(state["model"])
     except RuntimeError as error:
         doubt = ", ".join(f"{key}={value!r}" for key, value in (changes or {}).items())
-        doubt = f" (was it trained with another than {doubt}?)" if doubt else ""
+        doubt = f" (was it trained without {doubt}?)" if doubt else ""
         raise CheckpointError(f"{path} has the weights of another model{doubt}: {error}") from error
 
 
 def generators(device: torch.device) -> dict[str, Any]:
-    """The states of torch's, Python's and NumPy's generators; "cuda" is the device's, whatever GPU it is."""
+    """The states of torch's, Python's and NumPy's generators; "cuda" is that of the device in use."""
     states = _device.generator_states(device)
     name, keys, *rest = np.random.get_state(legacy=True)
     return {

@@ -1,4 +1,4 @@
-"""What is in images of one's own, by a model that was trained on CIFAR-10."""
+"""Classification of the user's images by a model that was trained on CIFAR-10."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,12 +20,12 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
 
 class Guess(NamedTuple):
-    """What a model takes an image for.
+    """The predicted class of an image.
 
     Attributes:
         file: The image.
-        name: The likeliest class.
-        probability: Of that class, as the model has it.
+        name: The most likely class.
+        probability: Its predicted probability.
 
     Example:
         >>> from revdeq.training.classify import Guess
@@ -45,23 +45,23 @@ def classify(
     device: str | None = None,
     batch: int = 64,
 ) -> Iterator[Guess]:
-    """Classify images by a model that was trained on CIFAR-10.
+    """Classify images with a model that was trained on CIFAR-10.
 
-    The largest square in the middle of an image is resized to 32 x 32 pixels. Transparent parts become white.
+    Images are cropped to the central square and resized to 32 x 32 pixels. Transparent parts become white.
 
     Args:
         run: As for `revdeq.models.load`.
         images: The files, or folders of files.
-        changes: Settings to differ from those of the training, max_steps for example.
+        changes: Settings that override those of the training, max_steps for example.
         device: Such as "cpu" or "cuda:1". None is a GPU, if there is one.
-        batch: How many images are classified at a time.
+        batch: The batch size.
 
     Returns:
-        A `Guess` for each, one after the other.
+        An iterator with a `Guess` for each image.
 
     Raises:
-        CheckpointError: The model is not one of images.
-        DataError: There is no image; or, after all others, one cannot be read.
+        CheckpointError: The model does not classify images.
+        DataError: There is no image; or, after all others, an image cannot be read.
 
     Example:
         >>> from PIL import Image
@@ -76,12 +76,12 @@ def classify(
     where = Processes(device).device
     preset, model, _ = loaded(Path(run), None, changes, where)
     if preset.data != "cifar10":
-        raise CheckpointError(f"{run} is of {preset.name}: only a model of images classifies images, one of cifar10")
+        raise CheckpointError(f"{run} was trained as {preset.name}: only models for cifar10 classify images")
     return _guesses(model, files, where, batch)
 
 
 def _guesses(model: torch.nn.Module, files: list[Path], device: torch.device, batch: int) -> Iterator[Guess]:
-    """What cannot be read is told after all that can."""
+    """Raises for unreadable images after all others are classified."""
     wrong = []
     for start in range(0, len(files), batch):
         images = {}
@@ -103,7 +103,7 @@ def _guesses(model: torch.nn.Module, files: list[Path], device: torch.device, ba
 
 
 def images_in(place: Path) -> list[Path]:
-    """The images of a folder, or the one that is named.
+    """The images in a folder, or a single image.
 
     Args:
         place: A folder, or a file.
@@ -124,9 +124,9 @@ def images_in(place: Path) -> list[Path]:
     if place.is_file():
         return [place]
     if not place.is_dir():
-        raise DataError(f"there is no image or folder {place}: name one that is there")
+        raise DataError(f"there is no image or folder {place}")
     if not (found := sorted(file for file in place.iterdir() if file.suffix.lower() in SUFFIXES)):
-        raise DataError(f"{place} holds no image: files that end in {', '.join(SUFFIXES)} are read")
+        raise DataError(f"{place} contains no image: expected files that end in {', '.join(SUFFIXES)} are read")
     return found
 
 
@@ -137,11 +137,11 @@ def read(file: Path) -> Tensor:
     try:
         with Image.open(file) as opened:
             image: Any = ImageOps.exif_transpose(opened)
-            if image.mode.startswith("I"):  # of 16 bits, which Pillow would cut off at 255
+            if image.mode.startswith("I"):  # 16 bits, which Pillow would clip at 255
                 image = Image.fromarray((np.asarray(image) / 257).clip(0, 255).round().astype(np.uint8))
             image = image.convert("RGBA")
-    except Exception as error:  # of whatever kind the decoder of a damaged file raises: ValueError, struct.error, ...
-        raise DataError(f"{file} cannot be read as an image: {error}") from error
+    except Exception as error:  # decoders raise all kinds of errors for damaged files
+        raise DataError(f"{file} is not a readable image: {error}") from error
     image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     width, height = image.size
     side = min(width, height)

@@ -1,7 +1,7 @@
-"""What training a preset would take on a GPU, without one: `python -m revdeq train PRESET --dry-run`.
+"""Predicts the memory and time of training a preset on GPUs: `python -m revdeq train PRESET --dry-run`.
 
 Predicted, not measured. Nothing is computed: the model runs on the meta device, with one evaluation of f in place of
-each equilibrium, while its operations and what they save for the backward pass are counted.
+each equilibrium, while its operations and saved tensors are counted.
 """
 
 import math
@@ -21,17 +21,17 @@ from .evaluation import loss_of
 from .presets import Preset, Training
 
 OPTIMISER_BYTES = 16
-"""Per parameter: itself, its gradient, and AdamW's two moments, in float32."""
+"""Bytes per parameter: value, gradient, and AdamW's two moments, in float32."""
 STATE_BYTES = 28
-"""Per element of z, beside f's own memory: see `revdeq.solve`."""
+"""Bytes per element of z, in addition to f's memory: see `revdeq.solve`."""
 USED = 0.4
-"""Of the published rate of multiplications; well-written training reaches about this."""
+"""Share of the peak rate that well-written training reaches."""
 LAUNCH = 5e-6
-"""Seconds that Python takes to launch a kernel. A GPU that computes faster than that waits."""
+"""Seconds that Python takes to launch a kernel: a lower limit for the time of a kernel."""
 
 
 class Gpu(NamedTuple):
-    """memory in GB, and published rates of dense multiplication in TFLOP/s, of float32 and of bfloat16."""
+    """memory in GB, and peak rates of dense matrix multiplication in TFLOP/s, float32 and bfloat16."""
 
     name: str
     memory: int
@@ -43,10 +43,10 @@ GPUS = (Gpu("RTX 4090", 24, 82.6, 165.2), Gpu("A100", 40, 19.5, 312.0), Gpu("H10
 
 
 class Count(NamedTuple):
-    """Of an update with some number of examples.
+    """The cost of an update with some number of examples.
 
-    operations: in the forward and the backward pass. activations: bytes that both passes share. states: bytes of the
-    solver's own. launches: of kernels, at least, however many examples there are.
+    operations: of both passes. activations: bytes of saved tensors. states: bytes of the solver. launches: the minimum
+    number of kernels, independent of the number of examples.
     """
 
     operations: float
@@ -61,33 +61,33 @@ class Prediction(NamedTuple):
     one: Count
 
     def memory(self, batch: int) -> int:
-        """In bytes; every example takes as much."""
+        """In bytes, proportional to the number of examples."""
         return self.fixed + batch * (self.one.activations + self.one.states)
 
     def largest_part(self, gpu: Gpu) -> int:
-        """Examples that fit at a time."""
+        """The largest number of examples that fits into memory."""
         return max(0, int((gpu.memory * 1e9 - self.fixed) // (self.one.activations + self.one.states)))
 
     def gpus(self, training: Training, gpu: Gpu) -> int | None:
-        """That share a batch; None if even one example is too much for each of them."""
+        """The number of GPUs that a batch needs; None if a single example does not fit."""
         largest = self.largest_part(gpu)
         return math.ceil(part_of(training) / largest) if largest else None
 
     def seconds(self, training: Training, gpu: Gpu) -> float:
-        """Of an update by as many GPUs as it needs: what its operations take, or the launches of its kernels if that is
-        more."""
+        """Time of an update on as many GPUs as it needs: that of its operations, or of its kernel launches if that is
+        longer."""
         rate = gpu.float32 if training.autocast is None else gpu.bfloat16
         examples = training.batch / (self.gpus(training, gpu) or 1)
         computing = examples * self.one.operations / (USED * rate * 1e12)
         return max(computing, LAUNCH * self.launches(training))
 
     def launches(self, training: Training) -> int:
-        """Of an update; a compiled f has fewer, nobody knows how many."""
+        """Kernel launches of an update; unknown for a compiled f, which has fewer."""
         return 0 if training.compile else training.accumulate * self.one.launches
 
 
 def part_of(training: Training) -> int:
-    """Examples that are computed at a time."""
+    """Examples per accumulated part."""
     return math.ceil(training.batch / training.accumulate)
 
 
@@ -101,12 +101,12 @@ def predicted(preset: Preset) -> Prediction:
 
 
 def report(preset: Preset) -> str:
-    """A table for people."""
+    """The prediction as a printable table."""
     training, found = preset.training, predicted(preset)
     batch, part = training.batch, part_of(training)
     at_a_time = f", {part} at a time," if part < batch else ""
     gigabytes = found.memory(part) / 1e9
-    quoted = f" ({preset.quoted} quoted)" if preset.quoted else ""
+    quoted = f" ({preset.quoted} in the paper)" if preset.quoted else ""
     precision = training.autocast or "float32 without TF32"
     operations = batch * found.one.operations / 1e12
     fixed, activations, states = (
@@ -116,10 +116,11 @@ def report(preset: Preset) -> str:
         f"{preset.name}: {found.parameters:,} parameters{quoted}. Predicted, not measured:",
         f"  an update of {batch} examples{at_a_time} takes {operations:.3g} TFLOP and {gigabytes:.3g} GB: {fixed} for "
         "parameters,",
-        f"  gradients and AdamW, {activations} for what one evaluation of each f and the rest of the model save, and "
-        f"{states} for the solver.",
-        f"  {'GPU':18}{'at a time, at most':>20}{f'{part} examples':>16}{'per update':>14}   "
-        f"({precision}, {USED:.0%} of the published rate)",
+        f"  gradients and AdamW, {activations} for the saved tensors of one evaluation of each f and of the rest of "
+        f"the "
+        f"model, and {states} for the solver.",
+        f"  {'GPU':18}{'largest batch':>20}{f'{part} examples':>16}{'per update':>14}   "
+        f"({precision}, {USED:.0%} of the peak rate)",
     ]
     for gpu in GPUS:
         largest, needed = found.largest_part(gpu), found.gpus(training, gpu)
@@ -127,11 +128,12 @@ def report(preset: Preset) -> str:
         time = f"{found.seconds(training, gpu):>12.3g} s" if needed else ""
         lines.append(f"  {f'{gpu.name}, {gpu.memory} GB':18} {largest:>19,} {fits:>15}{time}")
     if training.autocast is not None:
-        lines.append("  Memory is that of float32, and less with autocast.")
+        lines.append("  Memory is predicted for float32; autocast needs less.")
     if launches := found.launches(training):
         lines.append(
-            f"  The time is that of the operations, or {LAUNCH * 1e6:g} us for each of the {launches:,} kernels that "
-            "are launched, if that is more."
+            f"  The time is that of the operations, or {LAUNCH * 1e6:g} us for each of the {launches:,} kernel "
+            f"launches "
+            "if that is longer."
         )
     return "\n".join(lines)
 
@@ -144,7 +146,7 @@ def _counted(model: nn.Module, inputs: Tensor, targets: Tensor) -> Count:
     def keep(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if storage._cdata not in parameters:
-            saved[storage._cdata] = x  # kept alive, so that no other storage has its address
+            saved[storage._cdata] = x  # kept alive, so that its address is not reused
         return x
 
     def once(layer: Equilibrium, x: Tensor, z0: Tensor | None = None) -> Tensor:
@@ -152,10 +154,10 @@ def _counted(model: nn.Module, inputs: Tensor, targets: Tensor) -> Count:
         z0 = torch.zeros_like(x)
         with FlopCounterMode(display=False) as counter, _Launches() as launched:
             z = layer.f(z0, x)
-        # An evaluation in the forward pass is repeated in the backward pass, and its gradients take twice as much. One
-        # of the 2 N is counted with the rest of the model, three times.
+        # Per evaluation: one in the forward pass, one more in the backward pass, and a backward that costs two. One of
+        # the 2 N is counted with the rest of the model, three times.
         repeated += (4 * 2 * layer.max_steps - 3) * counter.get_total_flops()
-        # As many kernels forward, repeated, and backward, and a half-step each way.
+        # Kernels of f forward, again, and backward, and a half-step in each pass.
         launches += (3 * 2 * layer.max_steps - 2) * launched.count + 2 * 2 * layer.max_steps
         states += STATE_BYTES * x.numel()
         return z
@@ -165,7 +167,7 @@ def _counted(model: nn.Module, inputs: Tensor, targets: Tensor) -> Count:
             logits = model(inputs)
             loss_of(logits, targets)
     activations = sum(x.untyped_storage().nbytes() for x in saved.values())
-    # The largest tensor beside them is the gradient of the logits.
+    # The largest other tensor is the gradient of the logits.
     return Count(
         3 * counter.get_total_flops() + repeated,
         activations + 4 * logits.numel(),
@@ -175,7 +177,7 @@ def _counted(model: nn.Module, inputs: Tensor, targets: Tensor) -> Count:
 
 
 class _Launches(TorchDispatchMode):
-    """Counts operators, each of which launches a kernel at least, unless it only views or makes a tensor."""
+    """Counts operators, except views and factories: each launches at least one kernel."""
 
     count = 0
 

@@ -1,4 +1,4 @@
-"""How good a model is."""
+"""The loss and the metric of a model."""
 
 import itertools
 import math
@@ -14,17 +14,17 @@ from .presets import Training
 from .processes import Processes
 
 SETTINGS = ("batch", "autocast", "evaluation_batches")
-"""What `evaluate` uses of `Training`."""
+"""The fields of `Training` that `evaluate` uses."""
 
 
 class Score(NamedTuple):
-    """What `evaluate` found.
+    """The result of `evaluate`.
 
     Attributes:
-        loss: The mean loss of a target.
-        metric: The accuracy, the perplexity, or whatever the data set is judged by.
+        loss: The mean loss per target.
+        metric: The accuracy, the perplexity, or the data set's own metric.
         targets: The number of targets.
-        evaluations: How often f was evaluated for an example, on average; None for an explicit model.
+        evaluations: The mean number of evaluations of f per example; None for an explicit model.
         residual: The mean residual; None for an explicit model.
 
     Example:
@@ -46,11 +46,11 @@ def evaluate(
     """The loss and the metric of a model on a split.
 
     Args:
-        model: The model, which is put into evaluation mode.
+        model: The model; it is switched to evaluation mode.
         dataset: The data.
         split: One of `dataset.splits`.
-        training: Its batch size, its autocast and the number of its evaluation_batches are used.
-        processes: Each takes a share of the batches. None is those of torchrun, or this one.
+        training: Its batch, autocast and evaluation_batches are used.
+        processes: Each evaluates a share of the batches. None is those of torchrun, or this process alone.
 
     Returns:
         A `Score`.
@@ -95,17 +95,17 @@ def evaluate(
 
 
 def loss_of(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """The cross-entropy of logits, or the squared error where targets are not classes but numbers."""
+    """Cross-entropy if the targets are classes, otherwise the squared error."""
     if targets.is_floating_point():
         return F.mse_loss(outputs.float(), targets.float(), reduction=reduction)
     return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten().long(), reduction=reduction)
 
 
 def not_finite(inputs: Tensor, targets: Tensor) -> str:
-    """Where a batch has NaN or infinity in it. Some models take these, and so they are looked for only in trouble."""
+    """NaN or infinity in a batch. Checked only after an error, because some models accept them."""
     for name, part in (("inputs", inputs), ("targets", targets)):
         if not bool(part.isfinite().all()):
-            return f"{name} in this batch are NaN or infinite: clean the data, with {name}.isfinite(), for example"
+            return f"{name} in this batch contain NaN or infinity: clean the data, for example with {name}.isfinite()"
     return ""
 
 
@@ -113,7 +113,7 @@ def out_of_range(outputs: Tensor, targets: Tensor) -> str:
     if targets.is_floating_point() or 0 <= int(targets.min()) <= int(targets.max()) < outputs.shape[-1]:
         return ""
     classes, low, high = outputs.shape[-1], int(targets.min()), int(targets.max())
-    return f"the model tells {classes} classes apart, and targets go from {low} to {high}: they are counted from 0"
+    return f"the model has {classes} classes, and targets range from {low} to {high}: they must start at 0"
 
 
 def autocast(dtype: str | None) -> dict[str, Any]:

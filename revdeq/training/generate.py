@@ -1,4 +1,4 @@
-"""Text from a trained language model, token by token."""
+"""Text from a trained language model."""
 
 import codecs
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,29 +34,29 @@ def generate(
     changes: Mapping[str, Any] | None = None,
     slide: int = 1,
 ) -> Iterator[Any]:
-    """What a trained language model writes after a prompt.
+    """Continue a prompt with a trained language model.
 
-    A model with a restricted vocabulary never writes a token outside of it.
+    A model with a reduced vocabulary generates only tokens in it.
 
     Args:
         run: As for `revdeq.models.load`.
-        folder: Where GPT-2's encoding is. None is where the training found it.
-        prompt: What the text begins with; or a list of prompts, to be continued side by side.
+        folder: The folder of GPT-2's encoding. None is where the training found it.
+        prompt: The beginning of the text; or a list of prompts, to be continued in one batch.
         tokens: How many to add.
-        temperature: Of the draw; 0 always takes the likeliest token.
-        seed: Of the draw.
-        top_k: Draw from so many of the likeliest tokens only; None draws from all.
-        top_p: Draw from the fewest likeliest tokens that have this probability together; None draws from all.
+        temperature: Sampling temperature; 0 always takes the most likely token.
+        seed: For sampling.
+        top_k: Sample from the k most likely tokens only; None samples from all.
+        top_p: Sample from the smallest set of most likely tokens with this total probability; None samples from all.
         device: Such as "cpu" or "cuda:1". None is a GPU, if there is one.
-        changes: Settings to differ from those of the training, max_steps for example.
-        slide: By how many positions the window moves on when it is full, as for `LanguageModel.generate`.
+        changes: Settings that override those of the training, max_steps for example.
+        slide: By how many positions the window moves when it is full, as for `LanguageModel.generate`.
 
     Returns:
-        The text, piece by piece, or lists of the pieces of all texts.
+        An iterator over pieces of the text; for a list of prompts, over lists of pieces.
 
     Raises:
-        CheckpointError: There is no such checkpoint, or it is not of a language model.
-        SettingError: tokens, temperature, top_k, top_p or slide is not possible.
+        CheckpointError: There is no such checkpoint, or it is not a language model.
+        SettingError: tokens, temperature, top_k, top_p or slide is invalid.
 
     Example:
         >>> from revdeq.training.generate import generate
@@ -67,19 +67,19 @@ def generate(
     if tokens < 1:
         raise SettingError(f"tokens = {tokens} must be 1 or larger")
     if isinstance(prompt, Sequence) and not prompt and not isinstance(prompt, str):
-        raise SettingError("prompt is an empty list: name at least one")
+        raise SettingError("prompt is an empty list: pass at least one prompt")
     draw = Draw(temperature, top_k, top_p, torch.Generator().manual_seed(seed))
     where = Processes(device).device
     preset, model, saved = loaded(Path(run), None, changes, where)
     if "length" not in preset.settings:
-        raise CheckpointError(f"{run} is of {preset.name}: only a language model generates text")
+        raise CheckpointError(f"{run} was trained as {preset.name}: only a language model generates text")
     assert isinstance(model, DecodingModel)
     try:
         check(tokens, draw, slide, model.embed.length)
     except ValueError as error:
         raise SettingError(str(error)) from error
     if folder is None and saved["folder"] is None:
-        raise SettingError(f"{run} does not say where GPT-2's encoding is: pass the folder (--data DIR)")
+        raise SettingError(f"{run} does not record the folder of GPT-2's encoding: pass it (--data DIR)")
     encoder = encoding.load(encoding.find(folder or Path(saved["folder"])))
     kept = saved.get("data", saved.get("vocabulary"))
     vocabulary = Vocabulary.full(encoder.n_vocab) if kept is None else Vocabulary.restored(kept)
@@ -94,7 +94,7 @@ def generate(
 def _pieces(
     chosen: Iterator[torch.Tensor], encoder: "tiktoken.Encoding", vocabulary: Vocabulary, count: int
 ) -> Iterator[list[str]]:
-    decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in range(count)]  # a letter may be split
+    decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in range(count)]  # for split characters
     for tokens in chosen:
         written = [encoder.decode_single_token_bytes(int(vocabulary.kept[token])) for token in tokens.tolist()]
         yield [decoder.decode(piece) for decoder, piece in zip(decoders, written, strict=True)]

@@ -1,7 +1,7 @@
-"""What to train and how: the experiments of the paper, and small ones for a CPU.
+"""Presets: the experiments of the paper, and small ones for a CPU.
 
-A preset is plain data, which a run keeps in its folder and in its checkpoints. `--set key=value` changes a keyword of
-the model, one of the data set, or a field of `Training`.
+A preset is plain data, saved in the folder of a run and in its checkpoints. `--set key=value` changes an argument of
+the model or of the data set, or a field of `Training`.
 """
 
 import ast
@@ -23,7 +23,7 @@ from ..models.equilibrium import OPTIONS
 
 SCHEDULES = ("plateau", "cosine", "constant")
 SHORT = {"steps": "max_steps"}
-"""Other names of settings; `steps` was that of version 0.1.0."""
+"""Aliases of settings; `steps` is from version 0.1.0."""
 MEANT = {
     "learning_rate": "lr",
     "batch_size": "batch",
@@ -39,47 +39,45 @@ MEANT = {
     "amp": "autocast",
     "precision": "autocast",
 }
-"""What settings are called elsewhere, to suggest ours."""
+"""Names from other libraries, to suggest ours."""
 OF_INPUTS = {"features", "dimensions", "vocabulary"}
-"""Keywords of models that follow from what they read."""
+"""Arguments of models that follow from the data."""
 AUTOCAST = (None, "bfloat16", "float16")
 TUNED = ("pair", "schedule")
 
 
 class SettingError(ValueError):
-    """A preset or a setting that does not exist, or has a value that it cannot have."""
+    """A preset or setting does not exist, or its value is invalid."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """How to train.
+    """Training settings.
 
     Args:
-        epochs: At most so many passes through the data.
-        updates: At most so many updates of the parameters; None is as many as the epochs have.
-        batch: The number of examples (images or sequences) per update, of all processes together.
-        accumulate: In how many parts a process takes its share of the batch, one after the other, to save memory. The
-            gradient is that of the whole batch, unless the model has a BatchNorm, which sees one part at a time.
-        lr: The learning rate of AdamW, where the schedule begins (plateau) or at its peak (cosine).
+        epochs: The maximum number of passes through the data.
+        updates: The maximum number of updates; None is as many as the epochs have.
+        batch: The number of examples (images or sequences) per update, over all processes.
+        accumulate: The number of parts into which a process splits its share of the batch, to save memory. Gradients
+            are accumulated; BatchNorm, if the model has any, sees one part at a time.
+        lr: The learning rate of AdamW: initial (plateau, constant) or peak (cosine).
         weight_decay: Of AdamW.
-        schedule: "plateau" halves lr when the mean loss of 200 updates has not improved 10 times running, and ends the
-            training below 1e-6; "cosine" rises linearly for `warmup` updates and then falls to 0 at the end;
-            "constant".
-        warmup: The number of updates over which lr rises.
-        clip: The largest norm of the gradient; None does not limit it.
+        schedule: "plateau" halves lr when the mean loss of 200 updates has not improved 10 times in a row, and stops
+            the training below 1e-6; "cosine" warms up linearly for `warmup` updates and decays to 0; "constant".
+        warmup: The number of warm-up updates.
+        clip: The maximum norm of the gradient; None disables clipping.
         autocast: None, "bfloat16" or "float16" (with a scaled loss).
         compile: Whether to compile f.
-        seed: Of the initial parameters, of the order of the data, its augmentation, and of dropout.
-        evaluation_batches: Evaluate on the first so many batches of a split, to save time; None is all of it.
-        log_every: The number of updates between lines of metrics, and of those whose losses each line averages.
+        seed: For the initial parameters, the order of the data, augmentation and dropout.
+        evaluation_batches: Evaluate only on the first so many batches of a split; None uses all.
+        log_every: The number of updates between rows of metrics; each row has their mean loss.
         evaluate_every: The number of updates between evaluations; None is an epoch.
-        save_every: The number of updates between checkpoints; there is one after every evaluation, too.
-        tune_every: The number of updates after which beta and gamma are chosen anew, by `revdeq.tune` for the next
-            batch; None leaves them as they are.
-        tune: What is chosen then: "pair", one for all half-steps, or "schedule", one for each.
+        save_every: The number of updates between checkpoints; every evaluation saves one, too.
+        tune_every: The number of updates between calls of `revdeq.tune`, on the next batch; None never tunes.
+        tune: "pair" tunes one beta and gamma, "schedule" a pair for every half-step.
 
     Raises:
-        SettingError: A value is not possible.
+        SettingError: A value is invalid.
 
     Example:
         >>> revdeq.training.Training(epochs=2, lr=3e-3, schedule="cosine", warmup=100).batch
@@ -140,16 +138,16 @@ class Training:
 
 @dataclass(frozen=True)
 class Preset:
-    """What to train.
+    """A model, its data and its training settings.
 
     Args:
-        name: Of the preset from which it comes.
+        name: The name of the preset.
         data: A name in `revdeq.training.data.DATASETS`.
         model: A name in `revdeq.models.MODELS`.
-        settings: Keywords of the model and of the data set; one that both have goes to both. max_steps may be a range:
-            with (5, 20), each update draws the number of its steps, and evaluations take 20. block is a class, or
-            "module:Class", that makes the f of the model.
-        training: How to train it.
+        settings: Arguments of the model and of the data set; a name that both have goes to both. max_steps may be a
+            range: with (5, 20), each update samples its number of steps, and evaluations take 20. block is a class, or
+            "module:Class", that returns the f of the model.
+        training: The training settings.
         quoted: The number of parameters that the paper states.
 
     Example:
@@ -167,7 +165,7 @@ class Preset:
     quoted: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The preset as JSON and checkpoints hold it.
+        """Convert to plain values, for JSON and checkpoints.
 
         Returns:
             Plain values by name.
@@ -181,16 +179,16 @@ class Preset:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "Preset":
-        """The preset that JSON or a checkpoint holds.
+        """Create a preset from the result of `to_dict`.
 
         Args:
-            saved: What `to_dict` returned, also in an earlier version.
+            saved: The result of `to_dict`, possibly of an earlier version.
 
         Returns:
             The preset.
         """
         settings, training = renamed(saved["settings"]), dict(saved["training"])
-        if "vocabulary" in training:  # of version 0.1.0, which had no validation images either
+        if "vocabulary" in training:  # version 0.1.0, which had no validation images
             if saved["data"] == "cifar10":
                 settings["held_out"] = None
             elif training["vocabulary"] != "full":
@@ -202,7 +200,7 @@ class Preset:
         return cls(**{**own, "settings": settings, "training": Training(**training)})
 
     def flat(self) -> dict[str, Any]:
-        """All settings, of the model, the data set and the training, in one dict.
+        """All settings of the model, the data set and the training in one dict.
 
         Returns:
             Plain values by name.
@@ -212,7 +210,7 @@ class Preset:
 
     @property
     def range_of_steps(self) -> tuple[int, int] | None:
-        """The fewest and the most steps, where max_steps is a range; None where it is a number, or one per scale."""
+        """The minimum and maximum number of steps, if max_steps is a range; otherwise None."""
         pair, scales = (
             value if isinstance(value, (tuple, list)) else ()
             for value in (self.settings.get("max_steps"), self.settings.get("channels"))
@@ -221,7 +219,7 @@ class Preset:
             return None
         fewest, most = pair
         if not isinstance(fewest, int) or not isinstance(most, int) or not 1 <= fewest <= most:
-            raise SettingError(f"max_steps={pair!r}: a range is two integers of at least 1, the smaller one first")
+            raise SettingError(f"max_steps={pair!r}: a range is two integers of at least 1 in ascending order")
         return fewest, most
 
     def changed(self, changes: Mapping[str, Any]) -> "Preset":
@@ -234,16 +232,16 @@ class Preset:
             Another preset.
 
         Raises:
-            SettingError: There is no such setting, or it cannot have this value.
+            SettingError: There is no such setting, or its value is invalid.
         """
-        from .data import settings as settings_of_data  # which needs NumPy, and `--help` does not
+        from .data import settings as settings_of_data  # needs NumPy, which `--help` does not
 
         changes, preset = renamed(changes), self
         of_data = settings_of_data(self.data)
         if (model := changes.pop("model", self.model)) != self.model:
             if model not in MODELS:
                 raise SettingError(f"model={model!r}: there is no such model{nearest(str(model), MODELS)}")
-            # What the other model does not know, such as the steps of a solver, has no meaning for it.
+            # Drop settings that the other model does not have, such as those of a solver.
             known = keywords(model) | of_data
             kept = {k: v for k, v in self.settings.items() if k in known}
             preset = dataclasses.replace(self, model=model, settings=kept, quoted=None)
@@ -261,16 +259,16 @@ class Preset:
         )
 
     def build(self, **shapes: Any) -> nn.Module:
-        """Make the model.
+        """Create the model.
 
         Args:
-            shapes: Keywords of the model that follow from the data, `dataset.shapes`.
+            shapes: Arguments of the model that follow from the data, `dataset.shapes`.
 
         Returns:
             A new model.
 
         Raises:
-            SettingError: It cannot be made with these settings.
+            SettingError: The model cannot be created with these settings.
         """
         if shapes and not fits(self.model, shapes):
             others = ", ".join(name for name in MODELS if fits(name, shapes))
@@ -284,7 +282,7 @@ class Preset:
         try:
             return MODELS[self.model](**{**own, **shapes})
         except (TypeError, ValueError, ImportError) as error:
-            raise SettingError(f"the model {self.model} cannot be made: {error}") from error
+            raise SettingError(f"the model {self.model} cannot be created: {error}") from error
 
 
 IMAGES = Training(epochs=100, batch=64, lr=3e-4, weight_decay=1e-4, schedule="plateau")
@@ -353,7 +351,7 @@ PRESETS = {
                 evaluate_every=500,
             ),
         ),
-        # Trained on small puzzles, with many numbers of steps, to solve larger ones with more steps.
+        # Trained on small puzzles with random numbers of steps, to solve larger ones with more steps.
         Preset(
             "prefix-tiny",
             "prefix-sums",
@@ -377,14 +375,14 @@ def configured(name: str, changes: Mapping[str, Any] | None = None) -> Preset:
     """A preset with some of its settings changed.
 
     Args:
-        name: Of the preset.
+        name: The name of the preset.
         changes: Settings of the model, of the data set or of the training, by name.
 
     Returns:
         The preset.
 
     Raises:
-        SettingError: There is no such preset or setting, or it cannot have this value.
+        SettingError: There is no such preset or setting, or its value is invalid.
 
     Example:
         >>> revdeq.training.configured("cifar10-tiny", {"lr": 1e-3}).training.lr
@@ -400,24 +398,24 @@ def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keywords(model: str) -> set[str]:
-    """Of the model's constructor, those that can be written down."""
+    """The arguments of the model's constructor that can be settings."""
     parameters = {*inspect.signature(MODELS[model]).parameters}
-    of_inputs = OF_INPUTS - {"vocabulary"}  # which is a setting of the data, too
+    of_inputs = OF_INPUTS - {"vocabulary"}  # also a setting of the data
     return (parameters | (OPTIONS if "options" in parameters else set())) - {"classes", "options"} - of_inputs
 
 
 def fits(model: str, shapes: Mapping[str, Any]) -> bool:
-    """Whether a model reads data of which this is known."""
+    """Whether a model can read data with these shapes."""
     takes = inspect.signature(MODELS[model]).parameters.keys()
     return shapes.keys() <= takes and takes & OF_INPUTS == shapes.keys() & OF_INPUTS
 
 
 def imported(name: str) -> Any:
-    """What "module:Class" names. It runs the module: only a name that the user gave, or trusts, comes here."""
+    """Import "module:Class". This runs the module, so the name must come from the user."""
     module, colon, path = name.partition(":")
     if not colon or not module or not path or module.endswith(".py"):
         raise SettingError(
-            f"block={name!r}: it must be module:Class, mine:Block for class Block in mine.py, for example"
+            f"block={name!r}: it must be module:Class, for example mine:Block for class Block in mine.py"
         )
     try:
         found: Any = importlib.import_module(module)
@@ -425,7 +423,7 @@ def imported(name: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise SettingError(
-            f"block={name!r} cannot be imported: {error}. Run from the folder that holds {module}.py, or install it"
+            f"block={name!r} cannot be imported: {error}. Run from the folder that contains {module}.py, or install it"
         ) from error
     return found
 

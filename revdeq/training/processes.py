@@ -1,4 +1,4 @@
-"""One process, or those that torchrun started: who this one is, and what they do together."""
+"""The processes that torchrun started, or a single one."""
 
 import contextlib
 import gc
@@ -16,7 +16,7 @@ from .presets import SettingError
 
 
 class Processes:
-    """rank, size, and the device of this process. Everything works for one process, too."""
+    """rank, size, and the device of this process. Also works for a single process."""
 
     def __init__(self, device: str | None = None) -> None:
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -29,14 +29,14 @@ class Processes:
         if self.size == 1:
             yield
             return
-        # The group's threads end with the last reference to it, and those that are left when the interpreter ends may
-        # abort the process. This module keeps the group that there is when it is imported, as DDP does, for good.
+        # The group's threads end with the last reference to it, and threads left at interpreter exit may abort the
+        # process. This module, like DDP, keeps a reference to the group that exists when it is imported.
         importlib.import_module("torch.distributed.nn")
         dist.init_process_group(_device.process_group(self.device))
         try:
             yield
         finally:
-            gc.collect()  # a model in DDP refers to itself, and to the group
+            gc.collect()  # a DDP model is a reference cycle that includes the group
             dist.destroy_process_group()
 
     def wrapped(self, model: nn.Module) -> nn.Module:
@@ -45,7 +45,7 @@ class Processes:
         return nn.parallel.DistributedDataParallel(model, None if self.device.type == "cpu" else [self.device])
 
     def apart(self, model: nn.Module, more: bool) -> contextlib.AbstractContextManager[None]:
-        """Whether processes leave their gradients apart for now, because there are more to be added to them."""
+        """Context manager: skip the gradient synchronization while accumulating."""
         wrapped: Any = model
         return wrapped.no_sync() if more and self.size > 1 else contextlib.nullcontext()
 
@@ -73,7 +73,7 @@ class Processes:
 
     @contextlib.contextmanager
     def first_alone(self) -> Iterator[None]:
-        """What the first process prepares on the disk, the others find there."""
+        """Context manager: the first process runs first, so that others find its files."""
         if self.size > 1 and not self.first:
             dist.barrier()
         yield
@@ -87,7 +87,7 @@ class Processes:
 
 
 def placed(device: str | torch.device) -> torch.device:
-    """Where a model is loaded to, which may be where none is trained: meta, for example."""
+    """The device to load a model to; unlike for training, it may be any, such as meta."""
     try:
         found = torch.device(device)
     except RuntimeError:
@@ -99,7 +99,7 @@ def _checked(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise SettingError(f"--device {name}: it must be cpu, or cuda or cuda:1 where there is such a GPU") from None
+        raise SettingError(f"--device {name}: it must be a device such as cpu, cuda or cuda:1") from None
     if device.type in _device.GPUS and device.index is None:
         device = _device.of_this_process(device.type)
     if device not in (known := _device.devices()) and device.type != "cpu":

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder and on the screen: config.json, metrics.csv, metrics.png, a progress bar."""
+"""The output of a run: config.json, metrics.csv, metrics.png, and a progress bar."""
 
 import csv
 import io
@@ -17,27 +17,27 @@ COLUMNS = (
     "update",
     "epoch",
     "lr",
-    "loss",  # mean of the training loss of the last log_every updates
+    "loss",  # mean training loss of the last log_every updates
     "evaluation_loss",
     "metric",
     "evaluations",  # of f, per example
     "residual",
-    "per_second",  # images or tokens, without the time of evaluations
+    "per_second",  # images or tokens per second, evaluations excluded
     "peak_memory_mib",
     "seconds",
 )
 QUIET_SECONDS = 10.0
-"""Between lines where there is no terminal for a bar."""
+"""Seconds between lines, without a terminal."""
 
 
 def make_folder(out: Path) -> None:
-    """The run's folder, without what a crash may have left half written."""
+    """Create the run's folder, and remove half-written files of a crash."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         for part in out.glob("*.part"):
             part.unlink()
     except OSError as error:
-        raise CheckpointError(f"--out {out} cannot be used as a folder: {error.strerror or error}") from error
+        raise CheckpointError(f"--out {out} cannot be created: {error.strerror or error}") from error
 
 
 def write_config(out: Path, config: Mapping[str, Any]) -> None:
@@ -45,16 +45,16 @@ def write_config(out: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_config(out: Path) -> dict[str, Any] | None:
-    """What `write_config` wrote, if there is one."""
+    """The contents of config.json, or None."""
     path = out / "config.json"
     if not path.is_file():
         return None
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if not {"name", "model", "training", "folder"} <= config.keys():
-            raise ValueError("it is not that of a run")
+            raise ValueError("it does not belong to a run")
     except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; name the preset and its settings again") from error
+        raise CheckpointError(f"{path} cannot be read: {error}; pass the preset and its settings again") from error
     return config
 
 
@@ -110,7 +110,7 @@ def plot(out: Path, rows: Sequence[Mapping[str, Any]], metric: str) -> None:
 
 
 class Progress:
-    """A bar where there is a terminal; where there is none, a line after an evaluation and now and then."""
+    """A progress bar; without a terminal, lines."""
 
     def __init__(self, total: int, done: int, unit: str, metric: str, quiet: bool = False) -> None:
         from tqdm import tqdm
@@ -141,7 +141,7 @@ class Progress:
             self.said = time.monotonic()
 
     def _left(self) -> str:
-        """For how long, at the pace so far, with evaluations."""
+        """Estimated remaining time, evaluations included."""
         if self.done in (self.before, self.total):
             return ""
         pace = (time.monotonic() - self.began) / (self.done - self.before)

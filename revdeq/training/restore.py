@@ -1,4 +1,4 @@
-"""A model from what its training left behind."""
+"""Loading of trained models."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -18,7 +18,7 @@ from .presets import Preset, SettingError, Training, keywords, renamed
 
 
 class Loaded(NamedTuple):
-    """A trained model in evaluation mode, what it was trained by, and all that the checkpoint holds."""
+    """A trained model in evaluation mode, its preset, and the contents of the checkpoint."""
 
     preset: Preset
     model: nn.Module
@@ -37,15 +37,17 @@ def loaded(
 
 
 def _refuse_of_training(changes: Mapping[str, Any], still_used: Collection[str] = ()) -> None:
-    """still_used: settings of `Training` that mean something to what the model is loaded for."""
+    """still_used: the settings of `Training` that still apply."""
     of_training = {field.name for field in dataclasses.fields(Training)}.difference(still_used)
     for name, value in changes.items():
         if name in of_training:
-            raise SettingError(f"{name}={value!r}: it has its effect in training, which this model has behind it")
+            raise SettingError(
+                f"{name}={value!r}: it applies to training only, and this model is already trained; leave it out"
+            )
 
 
 def _refuse_other_examples(before: Preset, now: Preset) -> None:
-    """What a model was trained on and what it can tell apart is no longer to be chosen."""
+    """The data set and the classes of a trained model cannot be changed."""
     for name, default in (("held_out", 10), ("vocabulary", "full")):
         was, asked = before.settings.get(name, default), now.settings.get(name, default)
         if asked != was:
@@ -60,15 +62,16 @@ def _built(
     device: torch.device | str,
     shapes: Mapping[str, Any] | None = None,
 ) -> Loaded:
-    """shapes: those of the data set, where it is at hand."""
+    """shapes: those of the data set, if it is available."""
     before = Preset.from_dict(saved["preset"])
     if model is None:
         preset = described(path, before, changes)
         model = preset.build(**(shapes or shapes_of(preset, saved)))
     elif changes:
         raise CheckpointError(
-            f"{path}: {', '.join(changes)} can be changed in the model that you pass, before you do; beta and gamma, "
-            "which the weights may bring with them, afterwards"
+            f"{path}: {', '.join(changes)} cannot be changed for a model that you pass: change them in the model, "
+            f"beta and "
+            "gamma after loading, because the weights may include them"
         )
     else:
         preset = before
@@ -85,17 +88,17 @@ def _built(
 
 
 def described(path: Path, preset: Preset, changes: Mapping[str, Any]) -> Preset:
-    """The preset of a checkpoint with some changes. It may come from anywhere: no code that it names is imported."""
+    """The preset of a checkpoint with some changes. Checkpoints are not trusted: no code that they name is imported."""
     if preset.model not in MODELS:
         raise CheckpointError(
-            f"{path} is of a model of your own, {preset.model}: make it, and revdeq.models.load({str(path)!r}, model) "
-            "gives it its weights"
+            f"{path} has weights of your own model, {preset.model}: create it, and call "
+            f"revdeq.models.load({str(path)!r}, model)"
         )
     block = preset.settings.get("block")
     if block is not None and "block" not in changes:
         raise CheckpointError(
-            f"{path} was trained with block={block!r}, which is code, and no checkpoint holds code: pass the class as "
-            f"block, or on the command line --block {block}"
+            f"{path} was trained with block={block!r}, and checkpoints contain no code: pass the class as block, "
+            f"or --block {block} on the command line"
         )
     return preset.changed(changes)
 
@@ -108,20 +111,20 @@ def _of_the_model(preset: Preset, changes: Mapping[str, Any]) -> dict[str, Any]:
 def shapes_of(preset: Preset, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     if "shapes" in saved:
         return saved["shapes"]
-    _, shapes = datasets.example(preset.data, preset.settings)  # of a checkpoint of version 0.1.0
+    _, shapes = datasets.example(preset.data, preset.settings)  # a checkpoint of version 0.1.0
     kept = saved.get("data", saved.get("vocabulary"))
     return shapes if kept is None else {"vocabulary": len(kept["kept"]) + 1}
 
 
 class Trained(NamedTuple):
-    """What `restored` finds in a checkpoint.
+    """The result of `restored`.
 
     Attributes:
-        preset: What was trained, with the changes that were asked for.
+        preset: The preset, with the changes applied.
         dataset: The data.
         model: The model, with its weights.
         update: The number of updates that it was trained for.
-        saved: All that the checkpoint holds.
+        saved: The contents of the checkpoint.
 
     Example:
         >>> revdeq.training.Trained._fields
@@ -141,20 +144,20 @@ def restored(
     changes: Mapping[str, Any] | None = None,
     device: str | torch.device = "cpu",
 ) -> Trained:
-    """The model in a checkpoint, and the data that it was trained on.
+    """Load a trained model and its data.
 
     Args:
-        path: The folder of a run, or one that `save_pretrained` wrote, or a checkpoint.
-        folder: Where the files of the data set are. None is where the training found them.
-        changes: Settings to differ from those of the training, max_steps for example.
-        device: Where to put the model and the data.
+        path: The folder of a run, a folder that `save_pretrained` wrote, or a checkpoint.
+        folder: The folder of the data set's files. None is where the training found them.
+        changes: Settings that override those of the training, max_steps for example.
+        device: The device to load the model and the data to.
 
     Returns:
         A `Trained`.
 
     Raises:
-        CheckpointError: There is no such checkpoint, or it is damaged or of another program.
-        SettingError: There is no such setting, or it means nothing after the training, as lr.
+        CheckpointError: There is no such checkpoint, or it is damaged or not ours.
+        SettingError: There is no such setting, or it applies to training only, such as lr.
 
     Example:
         >>> small = {"updates": 2, "channels": 4, "evaluation_batches": 1}

@@ -1,7 +1,7 @@
-"""Training of a preset, `python -m revdeq train`, or of a model of one's own, `revdeq.train`.
+"""Training of a preset (`python -m revdeq train`) or of a user's model (`revdeq.train`).
 
-The batch of an update is a function of the seed and the update's number, and of nothing else; so a run goes on from
-its last checkpoint as if nothing had happened, bit for bit on the CPU with the same number of threads.
+The batch of an update depends only on the seed and the update's number. So a resumed run continues as if it had not
+been interrupted; on the CPU, with the same number of threads, bit for bit.
 """
 
 import dataclasses
@@ -42,15 +42,15 @@ from .trial import check_parameters, no_model, try_out
 PLATEAU_WINDOW = 200
 SMALLEST_LR = 1e-6
 LENGTH = ("epochs", "updates")
-"""Settings that may be others when a run goes on."""
+"""Settings that may change when a run is resumed."""
 
 
 class Diverged(ArithmeticError):
-    """A training diverged: its loss is NaN or infinite, or a solve overflowed. The message says what to try."""
+    """The training diverged: the loss is NaN or infinite, or a solve overflowed. The message says what to try."""
 
 
 class Stopped(Exception):
-    """A signal ended the training, which was saved and can be continued. Its `number` is that of the signal."""
+    """A signal stopped the training, after a checkpoint was saved. `number` is the signal's number."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -70,37 +70,37 @@ def train(
     callback: Callback | None = None,
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """Train a model of your own, or a preset. It leaves config.json, metrics.csv, metrics.png, last.pt and best.pt in
-    a folder.
+    """Train a model of your own, or a preset. Writes config.json, metrics.csv, metrics.png, last.pt and best.pt into a
+    folder.
 
-    A model of your own is trained in place, and left in evaluation mode with the weights of the last update. It maps a
-    batch of inputs to logits, with the classes last, where targets are integers, and the loss is the cross-entropy;
-    or to numbers shaped like the targets, and the loss is the mean squared error. Under torchrun every process
-    calls it, and trains on its share of each batch.
+    A model of your own is trained in place. Afterwards it is in evaluation mode, with the weights of the last update.
+    If the targets are integers, the model returns logits with the classes in the last dimension, and the loss is
+    cross-entropy; otherwise it returns a tensor with the shape of the targets, and the loss is the mean squared error.
+    Under torchrun, every process calls this function and trains on its share of each batch.
 
     Args:
-        model: A module, or what `configured` returns, or the name of a preset.
+        model: A module, the name of a preset, or the result of `configured`.
         data: For a module: a pair of tensors, inputs and targets; a `torch.utils.data.Dataset` of such pairs; or any
             `revdeq.training.data.DataSet`, such as `Examples`. For a preset: the folder with the files of its data
-            set, or None, if it has none.
+            set, or None if it needs no files.
         out: The folder of the run.
-        resume: Whether to continue from `last.pt` in that folder, if it is there. The settings must be those of the
-            run; only `epochs` and `updates` may be others.
+        resume: Whether to continue from `last.pt` in that folder, if it exists. The settings must be those of the run;
+            only `epochs` and `updates` may change.
         device: Such as "cpu" or "cuda:1". None is a GPU, if there is one.
         quiet: Whether to print nothing.
-        callback: It is called with every row of metrics.csv, a dict: `TensorBoard(out)`, or a function of yours.
-        settings: The fields of `Training`, by name; of a preset, any of its settings.
+        callback: A function that is called with every row of metrics.csv, a dict; for example `TensorBoard(out)`.
+        settings: The fields of `Training`, by name; for a preset, any of its settings.
 
     Returns:
         The rows of metrics.csv.
 
     Raises:
-        CheckpointError: There is a run in that folder already, or something cannot be written or read.
+        CheckpointError: The folder already contains a run, or a file cannot be written or read.
         DataError: The data set cannot be found or read.
-        SettingError: The settings do not go together, or the model does not fit the data.
+        SettingError: The settings contradict each other, or the model does not fit the data.
         Diverged: The loss is NaN or infinite.
-        Stopped: A signal ended the training.
-        TypeError: model is none of these, or callback is no function.
+        Stopped: A signal stopped the training.
+        TypeError: model or callback has the wrong type.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 8), revdeq.RevDEQ(Block(8)), nn.Linear(8, 2))
@@ -111,9 +111,9 @@ def train(
         4
     """
     if callback is not None and not callable(callback):
-        raise TypeError(f"callback = {callback!r} must be a function, which is called with every row of metrics.csv")
+        raise TypeError(f"callback = {callback!r} must be a function of a row of metrics.csv, a dict")
     processes = Processes(device)
-    with processes.connected():  # nothing of it is left when they part
+    with processes.connected():  # leaves the process group at the end
         if isinstance(model, nn.Module):
             own, preset = model, Preset(type(model).__name__, "", type(model).__name__, {}, _training(settings))
             return _train(own, preset, data, None, Path(out), resume, processes, quiet, callback)
@@ -121,8 +121,8 @@ def train(
             raise TypeError(no_model(model))
         if data is not None and not isinstance(data, (str, os.PathLike)):
             raise DataError(
-                f"data is of type {type(data).__name__}: for a preset it is the folder with the files of its data set; "
-                "to train on data of your own, pass a module as model"
+                f"data is of type {type(data).__name__}: for a preset, pass the folder with the files of its data set; "
+                "to train on your own data, pass a module as model"
             )
         preset = configured(model, settings) if isinstance(model, str) else model.changed(settings)
         folder = None if data is None else Path(data)
@@ -133,13 +133,11 @@ def _training(settings: Mapping[str, Any]) -> Training:
     known = [field.name for field in dataclasses.fields(Training)]
     for name, value in settings.items():
         if name in OPTIONS and isinstance(value, (tuple, list)):
-            raise SettingError(
-                f"{name}={value!r}: one for each update is drawn for presets only; set layer.{name} of your model"
-            )
+            raise SettingError(f"{name}={value!r}: a range is for presets only; set layer.{name} in your model")
         if name in OPTIONS:
             raise SettingError(
-                f"{name}={value!r} is an option of the layers in your model, not of the training: set it where they "
-                f"are made, RevDEQ(f, {name}={value!r})"
+                f"{name}={value!r} is an option of the layers in your model, not of the training: set it there, "
+                f"RevDEQ(f, {name}={value!r})"
             )
         if name not in known:
             raise SettingError(f"there is no setting {name!r}{nearest(name, known)}: there are {', '.join(known)}")
@@ -174,27 +172,29 @@ def _saved(last: Path, preset: Preset, resume: bool) -> dict[str, Any] | None:
     if not last.exists():
         if resume and (best := last.with_name("best.pt")).exists():
             raise CheckpointError(
-                f"{best} is of a run whose last.pt is missing, from which alone it could go on: choose another --out"
+                f"{best} belongs to a run whose last.pt is missing, so that it cannot be resumed: choose another --out"
             )
         return None
     if not resume:
         raise CheckpointError(
-            f"{last} is there already: continue it with --resume (resume=True), or choose another --out"
+            f"{last} already exists: continue it with --resume (resume=True), or choose another --out"
         )
     saved = checkpoint.load(last)
     if "optimizer" not in saved:
         raise CheckpointError(
-            f"{last} has weights only, as best.pt does: there is nothing to continue from; choose another --out"
+            f"{last} contains only weights, like best.pt, and cannot be resumed: choose another --out"
         )
     before, now = Preset.from_dict(saved["preset"]).flat(), preset.flat()
     if keys := [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in LENGTH]:
         changes = ", ".join(f"{key}={before.get(key)} (asked for: {now.get(key)})" for key in keys)
-        raise CheckpointError(f"{last} is of another run, with {changes}: repeat its settings, or choose another --out")
+        raise CheckpointError(
+            f"{last} is from a run with other settings, {changes}: use the same settings, or choose another --out"
+        )
     return saved
 
 
 class Run:
-    """A training in progress: all that a checkpoint holds, and how to make an update."""
+    """A training in progress: the state that a checkpoint saves, and the update."""
 
     def __init__(
         self,
@@ -215,8 +215,8 @@ class Run:
             raise SettingError(f"batch={training.batch}: it must be a multiple of the {processes.size} processes")
         if training.batch // processes.size % training.accumulate:
             raise SettingError(
-                f"accumulate={training.accumulate}: the {training.batch // processes.size} examples of a process must "
-                "be a multiple of it"
+                f"accumulate={training.accumulate}: it must divide the {training.batch // processes.size} examples of "
+                f"a process"
             )
         if training.batch > dataset.size:
             raise SettingError(f"batch={training.batch}: it must not be larger than the training data, {dataset.size}")
@@ -241,7 +241,8 @@ class Run:
             raise SettingError(f"tune_every={training.tune_every}: the model has no equilibrium to tune; leave it out")
         if training.tune == "schedule" and preset.range_of_steps is not None:
             raise SettingError(
-                f"tune='schedule': it is made for a number of steps, and max_steps={preset.range_of_steps} is a range: "
+                f"tune='schedule': a schedule needs a fixed number of steps, and max_steps={preset.range_of_steps} is "
+                f"a range: "
                 "use tune='pair'"
             )
         self.parameters = count_parameters(self.model)
@@ -253,9 +254,9 @@ class Run:
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=training.autocast == "float16")
 
         self.update, self.seconds = 0, 0.0
-        self.losses: list[Tensor] = []  # since the last row, and log_every before it
+        self.losses: list[Tensor] = []  # since the last row, and the log_every before it
         self.fresh = 0  # how many of them came after the last row
-        self.window: list[float] = []  # since the plateau was last looked at
+        self.window: list[float] = []  # since the last check for a plateau
         self.rows: list[dict[str, Any]] = []
         self.best: float | None = None
         self.signal = 0
@@ -272,11 +273,11 @@ class Run:
         self.progress = record.Progress(self.total, self.update, dataset.unit, dataset.metric.name, self.quiet)
         progress = self.progress
         if self.processes.first:
-            if self.update < self.total:  # what is refused, because it is shorter than the run, changes nothing
+            if self.update < self.total:  # a run that is already longer is left as it is
                 record.write_config(self.out, config)
             record.write_metrics(self.out, self.rows)
             progress.say(dataset.describe())
-            quoted = f" ({self.preset.quoted} quoted)" if self.preset.quoted else ""
+            quoted = f" ({self.preset.quoted} in the paper)" if self.preset.quoted else ""
             progress.say(
                 f"{self.preset.name}: {self.parameters:,} parameters{quoted}, {self.total:,} updates, in {self.out}"
             )
@@ -289,14 +290,14 @@ class Run:
                 while self.update < self.total and not self._settled():
                     try:
                         self.losses.append(self._step())
-                    except (FloatingPointError, OverflowError) as error:  # of the solver, which looks sooner
+                    except (FloatingPointError, OverflowError) as error:  # from the solver, which notices first
                         raise self._diverged(self.update + 1, str(error)) from error
                     self.update, self.fresh = self.update + 1, self.fresh + 1
                     progress.advance()
                     due = self._due()
                     save = due == "evaluate" or self.update % self.training.save_every == 0
-                    losses = self._losses() if due or save else []  # which waits for the device
-                    paused = time.perf_counter()  # the speed is that of updates, without what follows
+                    losses = self._losses() if due or save else []  # synchronizes with the device
+                    paused = time.perf_counter()  # the speed excludes evaluation and saving
                     if due:
                         row = self._row(losses, scored=due == "evaluate")
                         row["per_second"] = (self.update - done) * self._examples() / (paused - since)
@@ -315,23 +316,23 @@ class Run:
             progress.close()
         if self.processes.first and self.rows:
             record.plot(self.out, self.rows, dataset.metric.name)
-        self.model.eval()  # as an evaluation leaves it, also where there was nothing left to do
+        self.model.eval()  # also if there was nothing left to do
         return self.rows
 
     def _where_it_goes_on(self) -> str:
         if not self.update:
-            return "no checkpoint yet: from the beginning"
+            return "no checkpoint yet: starting from the beginning"
         if self._settled():
-            return f"finished at update {self.update:,}: lr fell below {SMALLEST_LR}, where this schedule ends"
+            return f"finished at update {self.update:,}: lr fell below {SMALLEST_LR}, which ends this schedule"
         if self.update < self.total:
             return f"continuing at update {self.update:,}"
-        fewer = f", more than the {self.total:,} that are asked for" if self.update > self.total else ""
+        fewer = f", more than the requested {self.total:,}" if self.update > self.total else ""
         limit = "epochs" if self.training.epochs * self.batches == self.total else "updates"
         least = self.update // self.batches + 1 if limit == "epochs" else self.update + 1
-        return f"finished at update {self.update:,}{fewer}: to go on, --set {limit}=N ({limit}=N), {least:,} or more"
+        return f"finished at update {self.update:,}{fewer}: to continue, set {limit} to {least:,} or more"
 
     def _step(self) -> Tensor:
-        """One update of the parameters; its loss, of this process."""
+        """One update of the parameters. Returns the loss of this process."""
         count = self.training.accumulate
         inputs, targets = (self.processes.share(part).chunk(count) for part in self._batch()[:2])
         self._take_steps()
@@ -357,8 +358,8 @@ class Run:
         return loss
 
     def _tune(self, inputs: Tensor) -> None:
-        """All processes take what the first one finds for its share of the batch."""
-        self.model.eval()  # so that no running statistic moves
+        """All processes use the coefficients that the first one finds."""
+        self.model.eval()  # so that running statistics do not change
         if self.processes.first:
             with torch.autocast(self.processes.device.type, **autocast(self.training.autocast)):
                 tune_layers(self.model, inputs, schedule=self.training.tune == "schedule")
@@ -372,7 +373,7 @@ class Run:
             self.progress.say(f"tuned after update {self.update:,}: {found}{each}")
 
     def _take_steps(self, most: bool = False) -> None:
-        """Where max_steps is a range, those of this update, or the most; the same on all processes."""
+        """If max_steps is a range: the number of steps of this update, the same on all processes, or the maximum."""
         if self.preset.range_of_steps is None:
             return
         low, high = self.preset.range_of_steps
@@ -385,7 +386,7 @@ class Run:
         return self._batch_of(self.update)
 
     def _batch_of(self, update: int) -> Batch:
-        """That of an update, counted from 0."""
+        """The learning rate of an update, counted from 0."""
         epoch, i = divmod(update, self.batches)
         if self.order is None or self.order[0] != epoch:
             self.order = epoch, self.dataset.order(_generator(self.training.seed, "order", epoch))
@@ -400,7 +401,7 @@ class Run:
     def _row(self, losses: list[float], scored: bool) -> dict[str, Any]:
         row: dict[str, Any] = dict.fromkeys(record.COLUMNS, "")
         row.update(update=self.update, epoch=self.update / self.batches, lr=self.optimizer.param_groups[0]["lr"])
-        # As many updates in every row, wherever evaluations fall; in the first rows there may be fewer.
+        # Every row averages log_every updates, wherever evaluations fall; the first rows may have fewer.
         window = losses[-self.training.log_every :]
         row["loss"] = math.fsum(window) / len(window)
         last = last_of(self.model)
@@ -421,7 +422,7 @@ class Run:
         return row
 
     def _losses(self) -> list[float]:
-        """The mean over all processes of each of `self.losses`; none of them may be infinite or NaN."""
+        """`self.losses`, averaged over all processes. Raises if one is infinite or NaN."""
         mean = self.processes.total(torch.stack(self.losses)) / self.processes.size
         losses: list[float] = mean.tolist()
         for i, loss in enumerate(losses):
@@ -436,7 +437,7 @@ class Run:
             return Diverged(f"update {update:,} has bad data: {doubt} ({what})")
         return Diverged(
             f"update {update:,}: {what}. The training diverged: try a smaller lr (it was {self.training.lr}), clip=1.0,"
-            f" a longer warmup, a smaller beta or fewer steps.{f' {last} is from before.' if last.exists() else ''}"
+            f" a longer warmup, a smaller beta or fewer steps.{f' {last} is intact.' if last.exists() else ''}"
         )
 
     def _keep(self, row: dict[str, Any], progress: record.Progress) -> None:
@@ -450,7 +451,7 @@ class Run:
         if row["metric"] == "":
             return
         better = self.best is None or (row["metric"] > self.best) == self.dataset.metric.higher_is_better
-        if better or row["metric"] == self.best:  # of equals, the one that was trained for longer
+        if better or row["metric"] == self.best:  # a tie goes to the later one
             self.best = row["metric"]
             checkpoint.save(self.out / "best.pt", self._weights())
 
@@ -459,7 +460,7 @@ class Run:
         return plateau and self.optimizer.param_groups[0]["lr"] < SMALLEST_LR
 
     def _examples(self) -> int:
-        """Of the unit that is reported, per update."""
+        """Units (examples or tokens) per update, for the reported speed."""
         return self.training.batch * self.dataset.units
 
     def _weights(self) -> dict[str, Any]:
@@ -497,18 +498,18 @@ class Run:
         checkpoint.save(self.out / "last.pt", state)
 
     def _examples_known(self) -> dict[str, Any]:
-        """What tells the training data from others."""
+        """A fingerprint of the training data."""
         return {"size": self.dataset.size, "fingerprint": getattr(self.dataset, "fingerprint", None)}
 
     def load(self, saved: Mapping[str, Any], path: Path) -> None:
         now = self._examples_known()
-        before = saved.get("examples", now)  # earlier versions did not keep it
+        before = saved.get("examples", now)  # not in checkpoints of earlier versions
         if before != now:
             other = f"on {before['size']:,} examples, and data has {now['size']:,}"
             same = "on other examples, or in another order"
             raise DataError(
-                f"{path} was trained {other if before['size'] != now['size'] else same}: to go on, pass the data that "
-                "it began with, or what it held out would be trained on; or choose another --out (out)"
+                f"{path} was trained {other if before['size'] != now['size'] else same}: to continue, pass the same "
+                "data, or held-out examples would be trained on; or choose another --out (out)"
             )
         checkpoint.load_weights(self.model, path, saved)
         self.optimizer.load_state_dict(saved["optimizer"])
@@ -523,7 +524,7 @@ class Run:
             checkpoint.restore_generators(saved["generators"][self.processes.rank], self.processes.device)
 
     def _go_on_with_schedule(self, saved: Mapping[str, Any]) -> None:
-        """As it was, or, where the run is now to be longer or shorter, as one of that length is at this update."""
+        """Restore the learning-rate schedule; if the length of the run has changed, that of the new length."""
         assert self.schedule is not None
         training, before = self.training, Preset.from_dict(saved["preset"]).training
         total = min(before.epochs * self.batches, before.updates or sys.maxsize)
@@ -545,7 +546,7 @@ def _rounded(value: float | list[float]) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """In bytes: of the tensors on a GPU, of the whole process on the CPU."""
+    """Peak memory in bytes: of tensors on a GPU, of the process on a CPU."""
     if (allocated := _device.allocated(device)) is not None:
         return allocated
     try:
@@ -557,14 +558,14 @@ def peak_memory(device: torch.device) -> int:
 
 
 def _compile_f(model: nn.Module) -> None:
-    """In place, so that the names in a checkpoint stay the same."""
+    """Compile in place, so that the names in a checkpoint stay the same."""
     functions = [m.f for m in model.modules() if isinstance(m, RevDEQ) and isinstance(m.f, nn.Module)]
     for module in functions or [model]:
         module.compile()
 
 
 def _seed(*names: int | str) -> int:
-    """A seed that differs in every bit for every sequence of names."""
+    """A hash of the names, as a seed."""
     numbers = [n if isinstance(n, int) else int.from_bytes(n.encode(), "little") for n in names]
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
@@ -574,7 +575,7 @@ def _generator(*names: int | str) -> torch.Generator:
 
 
 class _signals:
-    """SIGTERM and Ctrl-C end the training after the update that is being made; a second Ctrl-C at once."""
+    """SIGTERM and Ctrl-C stop the training after the current update; a second Ctrl-C immediately."""
 
     def __init__(self, run: Run) -> None:
         self.run = run

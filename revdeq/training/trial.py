@@ -1,4 +1,4 @@
-"""What cannot be trained, said before the training begins."""
+"""Checks that a model can be trained, before the training begins."""
 
 import copy
 from typing import Any
@@ -16,15 +16,15 @@ from .presets import SettingError
 def try_out(
     model: nn.Module, what: str, batch: Batch, dtype: str | None, device: torch.device, text: bool = False
 ) -> None:
-    """What is wrong with a model or a block of one's own is said now, of two examples, and not in the middle.
+    """Try a model on two examples, and raise if it cannot be trained.
 
     Args:
-        model: It is copied first.
-        what: How messages call it.
-        batch: Of the training.
-        dtype: Of its autocast.
-        device: That of the model.
-        text: Whether it predicts the next token of each, and so may not see it.
+        model: The model; a copy of it is tried.
+        what: Its name in messages.
+        batch: A batch of the training.
+        dtype: The dtype of autocast.
+        device: The device of the model.
+        text: Whether it predicts the next token, and so must be causal.
     """
     generators = checkpoint.generators(device)
     classes, doubt = batch.targets, not_finite(batch.inputs, batch.targets)
@@ -44,8 +44,7 @@ def try_out(
         checkpoint.restore_generators(generators, device)
     if wrong:
         raise SettingError(
-            f"{what} cannot be trained on this data, inputs of shape {tuple(inputs.shape)}, tried with two examples: "
-            f"{wrong}"
+            f"{what} cannot be trained on this data (tried with inputs of shape {tuple(inputs.shape)}): {wrong}"
         )
 
 
@@ -53,48 +52,47 @@ def check_parameters(model: nn.Module) -> None:
     name = type(model).__name__
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
         raise SettingError(
-            f"model={name} has lazy layers, whose parameters are not there yet: call it with a batch of inputs once, "
-            "and train it then"
+            f"model={name} has lazy layers with uninitialized parameters: call it once with a batch of inputs "
+            "before training"
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise SettingError(
-            f"model={name} has no parameter that requires a gradient, and so nothing to train: use "
-            "model.requires_grad_() on what is to learn"
+            f"model={name} has no parameters that require a gradient: call model.requires_grad_() on those to train"
         )
 
 
 @torch.no_grad()
 def _looks_ahead(model: nn.Module, inputs: Tensor, vocabulary: int) -> str:
-    """Why what it learns would be worthless: it need only copy."""
+    """Why the model is not causal, or an empty string."""
     model.eval()
     for layer in model.modules():
         if isinstance(layer, RevDEQ):
-            layer.tol = None  # all would stop when the last of them has arrived
+            layer.tol = None  # a stopping test depends on all positions
     other = inputs.clone()
     other[:, -1] = (other[:, -1] + 1) % vocabulary
     before, after = (model(tokens)[:, :-1].float() for tokens in (inputs, other))
     if (after - before).abs().max() <= 1e-3 * before.abs().max():
         return ""
-    return "what it says of a token depends on the token after it, which is the answer: make it causal"
+    return "its prediction of a token depends on that token: make it causal"
 
 
 def _misfit(outputs: Any, targets: Tensor) -> str:
-    """Why there is no loss of these."""
+    """Why no loss can be computed from these, or an empty string."""
     if not isinstance(outputs, Tensor):
-        return f"it returns a {type(outputs).__name__}, and must return a tensor"
+        return f"it returns a {type(outputs).__name__}; it must return a tensor"
     shape, expected = tuple(outputs.shape), tuple(targets.shape)
     if targets.is_floating_point():
-        return "" if shape == expected else f"it returns the shape {shape}, and must return that of targets, {expected}"
+        return "" if shape == expected else f"it returns the shape {shape}; it must return that of targets, {expected}"
     if shape[:-1] != expected:
-        return f"it returns the shape {shape}, and must return {(*expected, 'classes')} for targets of shape {expected}"
+        return f"it returns the shape {shape}; it must return {(*expected, 'classes')} for targets of shape {expected}"
     return ""
 
 
 def no_model(model: Any) -> str:
-    """Why something that is neither a module nor a preset cannot be trained."""
+    """The message for a model that is neither a module nor a preset."""
     name = getattr(model, "__name__", "model")
     if isinstance(model, type) and issubclass(model, nn.Module):
-        return f"model is the class {name}: make one, train({name}(...), ...)"
+        return f"model is the class {name}: create an instance, train({name}(...), ...)"
     if callable(model):
         return f"model is a function: call it, train({name}(), ...)"
     return f"model is of type {type(model).__name__}: pass a module, or the name of a preset"

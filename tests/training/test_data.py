@@ -246,7 +246,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     write_encoding(tmp_path), write_wikitext(tmp_path)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("REVDEQ_CACHE", str(tmp_path / "file"))
-    with pytest.raises(DataError, match="cannot be kept in .*set REVDEQ_CACHE to a folder"):
+    with pytest.raises(DataError, match="cannot be cached in .*REVDEQ_CACHE"):
         WikiText("wikitext-2", tmp_path, 16)
 
 

@@ -130,9 +130,7 @@ def test_explicit_models_of_equal_size():
     with torch.device("meta"):
         language = Transformer.sized(93_987_840, depth=3)
     assert abs(count_parameters(language) / 93_987_840 - 1) <= 1 / language.hidden
-    with pytest.raises(
-        ValueError, match="parameters = 100 are fewer than the smallest model has, 1067.*smaller d or depth"
-    ):
+    with pytest.raises(ValueError, match="parameters = 100 .*1067.*smaller d or depth"):
         Transformer.sized(100, vocabulary=10, d=8, heads=2, length=4)
 
 
@@ -550,7 +548,7 @@ def test_bad_arguments():
         (SingleScale, {"state": "float32"}, "state = 'float32' must be 'auto', 'float64', 'exact'"),
         (SingleScale, {"check": "maybe"}, "check = 'maybe' must be 'warn'"),
         (SingleScale, {"solver": "newton"}, "solver = 'newton' must be one of 'reversible', 'stored'"),
-        (SingleScale, {"solver": "stored", "tol": 1e-3}, "tol = 0.001: solver = 'stored' takes all.*tol=None"),
+        (SingleScale, {"solver": "stored", "tol": 1e-3}, "tol = 0.001: solver = 'stored'.*tol=None"),
         (SingleScale, {"solver": "torchdeq", "state": "exact"}, "state = 'exact' belongs to solver = 'reversible'"),
         (SingleScale, {"solver": "torchdeq", "evaluations": 2}, "evaluations = 2 must be at least 3"),
         (SingleScale, {"form": "code"}, r"form = 'code' must be one of 'paper' \(as printed\), 'authors' \(as in"),
@@ -572,12 +570,12 @@ def test_bad_arguments():
 def test_bad_inputs():
     image, language = small("single-scale"), small("language")
     for model in (image, small("multi-scale"), small("resnet")):
-        with pytest.raises(ValueError, match=r"images of shape \(3, 16, 16\): they must be a batch"):
+        with pytest.raises(ValueError, match=r"images of shape \(3, 16, 16\).*\(B, 3, H, W\)"):
             model(torch.zeros(3, 16, 16))
-        with pytest.raises(TypeError, match="images are torch.uint8: scale and normalise"):
+        with pytest.raises(TypeError, match="images are torch.uint8.*floating point"):
             model(torch.zeros(2, 3, 16, 16, dtype=torch.uint8))
     for model in (language, small("transformer")):
-        with pytest.raises(ValueError, match="tokens of length 13: this model reads at most length = 12; cut them"):
+        with pytest.raises(ValueError, match="tokens of length 13.*length = 12.*truncate"):
             model(torch.zeros(2, 13, dtype=torch.int64))
         with pytest.raises(ValueError, match=r"tokens of shape \(12,\)"):
             model(torch.zeros(12, dtype=torch.int64))
@@ -716,7 +714,7 @@ def test_sampling_is_by_the_usual_names():
         ({"max_new_tokens": 0}, "max_new_tokens = 0"),
         ({"slide": LENGTH + 1}, f"slide = {LENGTH + 1}.*length = {LENGTH}"),
         ({"attention_mask": mask.flip(1)}, "attention_mask.*left"),
-        ({"attention_mask": mask[:1]}, "attention_mask.*shaped like tokens"),
+        ({"attention_mask": mask[:1]}, "attention_mask.*shape of tokens"),
     ):
         with pytest.raises(ValueError, match=message):
             model.generate(prompt, **settings)

@@ -182,16 +182,16 @@ def frozen():
             SettingError,
             "model=Linear cannot be trained on this data, inputs of shape (2, 2)",
         ),
-        (nn.Linear(2, 1), circle(), SettingError, "the model tells 1 classes apart, and targets go from 0 to 1"),
+        (nn.Linear(2, 1), circle(), SettingError, "the model has 1 classes, and targets range from 0 to 1"),
         (
             nn.Sequential(nn.Linear(2, 2), nn.Flatten(0)),
             circle(),
             SettingError,
-            "it returns the shape (4,), and must return (2, 'classes')",
+            "it returns the shape (4,); it must return (2, 'classes')",
         ),
-        (nn.LSTM(2, 2), circle(), SettingError, "it returns a tuple, and must return a tensor"),
+        (nn.LSTM(2, 2), circle(), SettingError, "it returns a tuple; it must return a tensor"),
         (nn.Linear(2, 2), (circle()[0], circle()[0][:, 0]), SettingError, "must return that of targets, (2,)"),
-        (nn.Linear(2, 2), circle(5), DataError, "data of 5 examples: without valid, at least 10"),
+        (nn.Linear(2, 2), circle(5), DataError, "data has 5 examples: pass at least 10"),
         (nn.Linear(2, 2), (circle()[0], circle(3)[1]), DataError, "data has 200 inputs and 3 targets: pass one target"),
         (nn.Linear(2, 2), DataLoader(TensorDataset(*circle())), DataError, "data is a DataLoader: pass its dataset"),
         (nn.Linear(2, 2), 3, DataError, "data is of type int: pass a pair of tensors"),
@@ -213,13 +213,13 @@ def frozen():
             DataError,
             "its input and its target must be tensors, arr",
         ),
-        (own_model(), Pairs(lambda i: (torch.ones(2 + i), 0)), DataError, "data cannot be put side by side: stack exp"),
+        (own_model(), Pairs(lambda i: (torch.ones(2 + i), 0)), DataError, "data cannot be stacked: stack exp"),
         (
             own_model(),
             tuple(part.numpy() for part in circle()),
             DataError,
             "data is of type tuple (ndarray, ndarray): pass a pair of tensors, (inputs, targets), or a torch.utils."
-            "data.Dataset of pairs that has a length; torch.from_numpy(x) makes a tensor of an array",
+            "data.Dataset of pairs that has a length; torch.from_numpy(x) converts an array",
         ),
         (
             own_model(),
@@ -233,12 +233,12 @@ def frozen():
             SettingError,
             "inputs in this batch are NaN or infinite: clean the data, with inputs.isfinite(), for example",
         ),
-        (nn.LazyLinear(2), circle(), SettingError, "model=LazyLinear has lazy layers, whose parameters are not there"),
+        (nn.LazyLinear(2), circle(), SettingError, "model=LazyLinear has lazy layers"),
         (
             frozen(),
             circle(),
             SettingError,
-            "model=Sequential has no parameter that requires a gradient, and so nothing",
+            "model=Sequential has no parameters that require a gradient",
         ),
     ],
 )
@@ -252,7 +252,7 @@ def test_what_cannot_be_trained_is_said_before_anything_is_written(model, data, 
     "model, message",
     [
         (own_model, "model is a function: call it, train(own_model(), ...)"),
-        (nn.Linear, "model is the class Linear: make one, train(Linear(...), ...)"),
+        (nn.Linear, "model is the class Linear: create an instance, train(Linear(...), ...)"),
         (3, "model is of type int: pass a module, or the name of a preset"),
     ],
 )
@@ -263,7 +263,7 @@ def test_what_is_no_model_is_said(model, message, tmp_path):
 
 
 def test_a_preset_takes_no_data_of_ones_own(tmp_path):
-    with pytest.raises(DataError, match="data is of type tuple: for a preset it is the folder with the files"):
+    with pytest.raises(DataError, match="data is of type tuple: for a preset, pass the folder"):
         train_quietly("prefix-tiny", circle(), tmp_path / "run")
 
 
@@ -317,10 +317,13 @@ def test_importing_the_package_imports_no_training():
 @pytest.mark.parametrize(
     "block, message",
     [
-        ("mine:WithoutX", "block = mine:WithoutX makes an f that cannot be called as f(z, x): too many positional"),
+        ("mine:WithoutX", "block = mine:WithoutX returned an f that cannot be called as f(z, x): too many positional"),
         ("mine:OneSize", "block = mine:OneSize cannot be called as block(channels, dimensions): too many positional"),
-        ("mine:number", "block = mine:number makes a int: block(channels, dimensions) must make a torch.nn.Module"),
-        ("mine:Shorter", "block=mine:Shorter cannot be trained on this data, inputs of shape (2, 1, 16)"),
+        (
+            "mine:number",
+            "block = mine:number returned a int: block(channels, dimensions) must return",
+        ),
+        ("mine:Shorter", "block=mine:Shorter cannot be trained on this data (tried with inputs of shape (2, 1, 16)"),
         ("mine:Normed", "f contains a BatchNorm in training mode"),
         ("mine:Other", "block='mine:Other' cannot be imported: module 'mine' has no attribute 'Other'. Run from the"),
         ("nowhere:Block", "block='nowhere:Block' cannot be imported: No module named 'nowhere'. Run from the folder"),
@@ -340,11 +343,11 @@ def test_a_block_from_the_command_line_is_trained_resumed_and_loaded_by_name_onl
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "mine", None)  # to import it would be an error
         assert command(monkeypatch, *longer) == 1
-        assert "runs/prefix-tiny was trained with block='mine:Block', which is code" in capsys.readouterr().err
+        assert "runs/prefix-tiny was trained with block='mine:Block'" in capsys.readouterr().err
     assert command(monkeypatch, *longer, "--block", "mine:Block") == 0
     assert "continuing at update 6" in capsys.readouterr().out
     assert command(monkeypatch, "evaluate", "runs/prefix-tiny", "--batches", 1, "--device", "cpu") == 1
-    said = "was trained with block='mine:Block', which is code, and no checkpoint holds code: pass the class as block"
+    said = "was trained with block='mine:Block', and checkpoints contain no code: pass the class as block"
     assert said in capsys.readouterr().err
     more = ("--batches", 1, "--device", "cpu", "--block", "mine:Block")
     assert command(monkeypatch, "evaluate", "runs/prefix-tiny/last.pt", *more) == 0
@@ -385,11 +388,11 @@ def test_a_run_goes_on_with_its_own_settings_and_for_longer(tmp_path, monkeypatc
     assert all(torch.equal(a["model"][key], b["model"][key]) for key in a["model"])
     for arguments in (["prefix-tiny", "--out", tmp_path / "run", "--resume"], ["--resume", tmp_path / "run"]):
         assert command(monkeypatch, "train", *arguments, "--device", "cpu") == 0  # there is nothing left to do
-        assert "finished at update 11: to go on, --set updates=N (updates=N), 12 or more" in capsys.readouterr().out
+        assert "finished at update 11: to continue, set updates to 12 or more" in capsys.readouterr().out
     assert command(monkeypatch, "train", "--resume", tmp_path / "run", "--device", "cpu", "--set", "updates=3") == 0
-    assert "finished at update 11, more than the 3 that are asked for: to go on, " in capsys.readouterr().out
+    assert "finished at update 11, more than the requested 3: to continue, " in capsys.readouterr().out
     assert command(monkeypatch, "train", "--resume", tmp_path / "run", "--set", "lr=1", "--device", "cpu") == 1
-    assert "is of another run, with lr=0.004 (asked for: 1)" in capsys.readouterr().err
+    assert "other settings, lr=0.004 (asked for: 1)" in capsys.readouterr().err
 
 
 def test_a_run_that_is_finished_says_what_limits_it(tmp_path, capsys):
@@ -405,8 +408,8 @@ def test_a_run_that_is_finished_says_what_limits_it(tmp_path, capsys):
         revdeq.train(model, circle(), out, resume=True, device="cpu", **settings, **more)
         assert not model.training
     told = capsys.readouterr().out
-    assert "finished at update 18: lr fell below 1e-06, where this schedule ends" in told
-    assert "finished at update 18: to go on, --set epochs=N (epochs=N), 3 or more" in told
+    assert "finished at update 18: lr fell below 1e-06" in told
+    assert "finished at update 18: to continue, set epochs to 3 or more" in told
 
 
 def test_a_longer_run_follows_the_schedule_of_its_new_length(tmp_path):
@@ -422,10 +425,10 @@ def test_a_longer_run_follows_the_schedule_of_its_new_length(tmp_path):
 @pytest.mark.parametrize(
     "other, message",
     [
-        (circle(100), "was trained on 180 examples, and data has 90: to go on, pass the data that it began with"),
+        (circle(100), "was trained on 180 examples, and data has 90: to continue, pass the same data"),
         (
             tuple(part.flip(0) for part in circle()),
-            "was trained on other examples, or in another order: to go on, pass",
+            "was trained on other examples, or in another order: to continue, pass",
         ),
         (TensorDataset(*(part.flip(0) for part in circle())), "was trained on other examples, or in another order"),
         (Examples(circle(180), valid=circle(20)), "was trained on other examples"),
@@ -463,7 +466,7 @@ def test_examples_that_are_drawn_anew_each_time_can_be_gone_on_with(tmp_path):
         (["--resume", "none"], "--resume none: there is no run to go on with, no none/config.json"),
         (["prefix-tiny", "--resume", "one", "--out", "two"], "--resume one --out two: name one folder"),
         (["--resume", "broken"], "broken/config.json cannot be read"),
-        (["--resume", "shared"], "shared/config.json cannot be read: it is not that of a run"),
+        (["--resume", "shared"], "shared/config.json cannot be read: it does not belong to a run"),
         (["--resume", "own"], "own is of a model of your own, Linear: go on with revdeq.train(..., resume=True)"),
     ],
 )
@@ -505,7 +508,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(parts, tmp_path):
 
 
 def test_accumulation_divides_the_batch(tmp_path):
-    message = "accumulate=3: the 4 examples of a process must be a multiple of it"
+    message = "accumulate=3: it must divide the 4 examples"
     with pytest.raises(SettingError, match=message):
         train_quietly("prefix-tiny", None, tmp_path, **PUZZLE, accumulate=3)
 
@@ -597,7 +600,7 @@ def test_a_missing_tensorboard_is_named(monkeypatch, capsys, tmp_path):
 
 def test_a_class_held_out_that_the_model_does_not_know_is_named(tmp_path):
     points, classes = circle()
-    with pytest.raises(DataError, match="valid has bad data: the model tells 2 classes apart, and targets go from"):
+    with pytest.raises(DataError, match="valid has bad data: the model has 2 classes, and targets range from"):
         train_quietly(own_model(), Examples((points, classes), (points, classes + 3)), tmp_path / "a", epochs=1)
     with pytest.raises(DataError, match="valid has bad data: inputs in this batch are NaN or infinite"):
         train_quietly(own_model(), Examples((points, classes), (points / 0, classes)), tmp_path / "b", epochs=1)
@@ -651,7 +654,7 @@ def test_a_callback_that_cannot_be_called_is_said_at_once(tmp_path):
 
 
 def test_steps_for_a_model_of_ones_own_are_one_number(tmp_path):
-    with pytest.raises(SettingError, match="one for each update is drawn for presets only; set layer.max_steps"):
+    with pytest.raises(SettingError, match="a range is for presets only; set layer.max_steps"):
         train_quietly(own_model(), circle(), tmp_path, max_steps=(4, 10))
 
 

@@ -83,7 +83,7 @@ def test_a_model_reads_puzzles_of_every_size():
     assert model(torch.zeros(2, 3, 5, 9)).shape == (2, 5, 9, 2)
     strings = PuzzleModel(features=1, dimensions=1, channels=8, max_steps=2)
     assert strings(torch.zeros(2, 1, 11)).shape == (2, 11, 2)
-    with pytest.raises(ValueError, match=r"puzzles of shape \(2, 11\): they must be a batch of shape \(B, 1, T\)"):
+    with pytest.raises(ValueError, match=r"puzzles of shape \(2, 11\).*\(B, 1, T\)"):
         strings(torch.zeros(2, 11))
     with pytest.raises(ValueError, match="dimensions = 3 must be 1, for strings, or 2, for images"):
         PuzzleModel(dimensions=3)

@@ -128,14 +128,14 @@ def test_coefficients_that_are_asked_for_replace_tuned_ones(runs, tmp_path, monk
 def test_what_cannot_be_loaded_is_named(runs, tmp_path):
     with pytest.raises(SettingError, match="prefix-tiny has no setting 'max_step' \\(did you mean max_steps"):
         revdeq.models.load(runs / "prefix-tiny", max_step=3)
-    with pytest.raises(SettingError, match="seed=3: it has its effect in training"):
+    with pytest.raises(SettingError, match="seed=3: it applies to training only"):
         revdeq.models.load(runs / "prefix-tiny", seed=3)
     with pytest.raises(SettingError, match="--device cuda:77: this machine has .*; use cpu, or leave it out"):
         revdeq.models.load(runs / "prefix-tiny", device="cuda:77")
     assert next(revdeq.models.load(runs / "prefix-tiny", device="meta").parameters()).is_meta
     with pytest.raises(CheckpointError, match=r"of another model \(was it trained with another than channels=8\?\): E"):
         revdeq.models.load(runs / "prefix-tiny", channels=8)
-    with pytest.raises(CheckpointError, match="max_steps can be changed in the model that you pass, before you do"):
+    with pytest.raises(CheckpointError, match="max_steps cannot be changed for a model that you pass"):
         revdeq.models.load(runs / "prefix-tiny", PuzzleModel(channels=4), max_steps=3)
     with pytest.raises(CheckpointError, match="has the weights of another model"):
         revdeq.models.load(runs / "prefix-tiny", nn.Linear(2, 2))
@@ -143,7 +143,7 @@ def test_what_cannot_be_loaded_is_named(runs, tmp_path):
     revdeq.train(
         nn.Linear(2, 1), (points, points[:, :1]), tmp_path / "run", device="cpu", quiet=True, epochs=1, batch=5
     )
-    with pytest.raises(CheckpointError, match="is of a model of your own, Linear: make it, and revdeq.models.load"):
+    with pytest.raises(CheckpointError, match="Linear: create it, and call revdeq.models.load"):
         revdeq.models.load(tmp_path / "run")
     with pytest.raises(CheckpointError, match="is of a model of your own, Linear"):
         revdeq.training.restored(tmp_path / "run")
@@ -274,7 +274,7 @@ def test_a_model_without_a_training_is_shared_too(tmp_path):
         model.save_pretrained(tmp_path / str(i))
         found = type(model).from_pretrained(tmp_path / str(i))
         assert torch.equal(found(x), model.eval()(x))
-        with pytest.raises(CheckpointError, match="that was saved without its training: read it with from_pretrained"):
+        with pytest.raises(CheckpointError, match="no training settings.*from_pretrained"):
             revdeq.models.load(tmp_path / str(i))
     assert found.trained is None
     assert SingleScale.from_pretrained(tmp_path / "0").equilibrium.state == revdeq.Exact(20)
@@ -293,9 +293,9 @@ def test_a_block_of_ones_own_is_named_and_not_shared(tmp_path):
     model = SingleScale(channels=4, block=Tanh)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["block"].endswith(":Tanh")
-    with pytest.raises(TypeError, match=r"was saved with block='.*:Tanh', which is code, .*, block=Tanh\)"):
+    with pytest.raises(TypeError, match=r"was saved with block='.*:Tanh'.*, block=Tanh\)"):
         SingleScale.from_pretrained(tmp_path)
-    with pytest.raises(TypeError, match="must be the class itself"):
+    with pytest.raises(TypeError, match="must be a class or function"):
         SingleScale.from_pretrained(tmp_path, block="mine:Tanh")
     found = SingleScale.from_pretrained(tmp_path, block=Tanh)
     x = torch.randn(1, 3, 32, 32)
@@ -338,7 +338,7 @@ def test_a_shared_folder_that_is_damaged_is_told_like_a_damaged_run(name, conten
     (tmp_path / name).unlink()
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"cannot be read as a model that save_pretrained wrote: .*{message}"):
+    with pytest.raises(ValueError, match=f"not a model that save_pretrained wrote: .*{message}"):
         SingleScale.from_pretrained(tmp_path)
 
 
@@ -368,7 +368,7 @@ def test_pushing_sends_the_weights_the_settings_and_the_card(runs):
 
 def test_a_run_is_not_overwritten_by_what_is_shared_of_it(runs):
     before = (runs / "prefix-tiny/config.json").read_bytes()
-    with pytest.raises(ValueError, match="prefix-tiny' is the folder of a run, whose config.json would be lost"):
+    with pytest.raises(ValueError, match="prefix-tiny' is the folder of a run, whose config.json would be overwritten"):
         revdeq.models.load(runs / "prefix-tiny").save_pretrained(runs / "prefix-tiny")
     assert (runs / "prefix-tiny/config.json").read_bytes() == before
 
@@ -396,7 +396,7 @@ for act in (model.save_pretrained, type(model).from_pretrained, model.push_to_hu
 def test_a_shared_folder_without_safetensors_says_what_is_missing(runs, tmp_path, monkeypatch):
     revdeq.models.load(runs / "prefix-tiny").save_pretrained(tmp_path)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(CheckpointError, match="needs safetensors to be read: pip install 'revdeq\\[hub\\]'"):
+    with pytest.raises(CheckpointError, match="needs safetensors: pip install 'revdeq\\[hub\\]'"):
         revdeq.models.load(tmp_path)
 
 
@@ -451,14 +451,14 @@ def test_text_from_a_folder(runs, data, tmp_path, monkeypatch, capsys):
     assert likeliest == said(monkeypatch, capsys, "generate", run, *options, "--top-p", 1e-6)
     assert plain != said(monkeypatch, capsys, "generate", run, *options, "--top-k", 2, "--set", "max_steps=5")
     revdeq.models.load(run).save_pretrained(tmp_path)
-    assert "does not say where GPT-2's encoding is" in said(monkeypatch, capsys, "generate", tmp_path, *options)
+    assert "GPT-2's encoding: pass it (--data DIR)" in said(monkeypatch, capsys, "generate", tmp_path, *options)
     assert plain == said(monkeypatch, capsys, "generate", tmp_path, *options, "--data", data)
     for wrong, message in (
         ("--top-k", "top_k = 0 must be"),
         ("--top-p", "top_p = 0.0 must be larger than 0"),
     ):
         assert message in said(monkeypatch, capsys, "generate", run, wrong, 0)
-    assert "--device cdua: it must be cpu" in said(monkeypatch, capsys, "generate", run, "--device", "cdua")
+    assert "--device cdua: it must be a device" in said(monkeypatch, capsys, "generate", run, "--device", "cdua")
     with pytest.raises(CheckpointError, match="only a language model generates text"):
         generate(runs / "prefix-tiny", None, "", 3)
 
@@ -515,10 +515,10 @@ def test_what_cannot_be_classified_is_named(runs, pictures, tmp_path, monkeypatc
     cases = [
         ((run, pictures), "f.png cannot be read as an image: "),
         ((run, tmp_path / "none"), "there is no image or folder "),
-        ((run, runs), "holds no image: files that end in .png, .jpg, .jpeg"),
+        ((run, runs), "contains no image: expected files that end in .png, .jpg, .jpeg"),
         (
             (runs / "prefix-tiny", pictures),
-            "is of prefix-tiny: only a model of images classifies images",
+            "was trained as prefix-tiny: only models for cifar10 classify images",
         ),
     ]
     for arguments, message in cases:

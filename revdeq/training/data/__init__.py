@@ -1,4 +1,4 @@
-"""The data sets by name: those of the paper's experiments, read from their official files, and puzzles."""
+"""Data sets: those of the paper, read from their official files, and generated puzzles."""
 
 import functools
 import inspect
@@ -33,9 +33,9 @@ __all__ = [
 
 
 class Entry(NamedTuple):
-    """make: the data set from its settings; sources: the files that it is read from.
+    """make: creates the data set from its settings. sources: its files.
 
-    example: from its settings, where it is read from files, a batch of one and the shapes, without the files.
+    example: for a data set with files, creates a batch of one and the shapes from its settings, without the files.
     """
 
     make: Callable[..., DataSet]
@@ -52,17 +52,17 @@ DATASETS = {
     "prefix-sums": Entry(PrefixSums),
     "mazes": Entry(Mazes),
 }
-"""The data sets by the name that a preset gives."""
+"""The data sets by their name in presets."""
 
 
 def settings(name: str) -> set[str]:
-    """The names of what can be set of a data set.
+    """The names of a data set's settings.
 
     Args:
-        name: Of the data set.
+        name: A name in `DATASETS`.
 
     Returns:
-        The keywords of its class.
+        The arguments of its class.
 
     Example:
         >>> sorted(revdeq.training.data.settings("mazes"))
@@ -72,13 +72,13 @@ def settings(name: str) -> set[str]:
 
 
 def load(name: str, folder: Path | None, chosen: Mapping[str, Any], saved: Mapping[str, Any] | None = None) -> DataSet:
-    """A data set by its name.
+    """Load a data set.
 
     Args:
         name: A name in `DATASETS`.
-        folder: Where its files are; None, if it has none.
-        chosen: Settings, of which those are used that are its own.
-        saved: What a checkpoint holds of it.
+        folder: The folder of its files; None if it has none.
+        chosen: Settings; those of other things are ignored.
+        saved: The entry of a checkpoint, the result of `saved` of the data set.
 
     Returns:
         The data set.
@@ -94,7 +94,7 @@ def load(name: str, folder: Path | None, chosen: Mapping[str, Any], saved: Mappi
     own: dict[str, Any] = {key: value for key, value in chosen.items() if key in settings(name)}
     if sources:
         if folder is None:
-            raise DataError(f"{name} is read from files: say with --data DIR in which folder they are")
+            raise DataError(f"{name} is read from files: pass their folder, --data DIR")
         own["folder"] = folder
     if saved is not None:
         own["saved"] = saved
@@ -102,12 +102,12 @@ def load(name: str, folder: Path | None, chosen: Mapping[str, Any], saved: Mappi
 
 
 def of(data: Any) -> DataSet:
-    """A data set as it is, or one of a pair of tensors or of torch's own kind."""
+    """Convert a pair of tensors, or a torch Dataset, to a data set."""
     return data if hasattr(data, "evaluation") else Examples(data)
 
 
 def example(name: str, chosen: Mapping[str, Any]) -> tuple[Batch, dict[str, Any]]:
-    """A batch of one with the shapes of the data set, and what a model must be told of them; no file is read."""
+    """A batch of one, and the arguments that a model needs for it, without reading files."""
     make = DATASETS[name].example
     if make is not None:
         return make(**{key: value for key, value in chosen.items() if key in settings(name)})

@@ -1,8 +1,8 @@
 """CIFAR-10, and its augmentation.
 
-Read from the official archives, the binary or the Python version, packed or unpacked. A record of the binary
-version is 3,073 bytes: the label, then 32x32 pixels of red, of green, of blue. Files with fewer records than the
-official 10,000 are read as they are.
+Reads the official archives, binary or Python version, packed or unpacked. A record of the binary version has 3,073
+bytes: the label, then 32x32 pixels of red, green and blue. Files with fewer than the official 10,000 records are
+accepted.
 """
 
 import io
@@ -50,15 +50,15 @@ PLACES = (
 
 
 class Cifar10:
-    """CIFAR-10: images of 32 x 32 pixels, and which of ten things each shows.
+    """CIFAR-10: images of 32 x 32 pixels in ten classes.
 
     Args:
-        folder: Where its files are, the binary or the Python version, packed or unpacked.
-        held_out: Every so many-th training image is not trained on, but is in the split "valid". None trains on all of
-            them; there is then no such split, and the best model of a training is chosen on the test images.
+        folder: The folder of its files, binary or Python version, packed or unpacked.
+        held_out: With k, every k-th training image is held out for the split "valid". None trains on all images; there
+            is then no such split, and the best model is chosen on the test images.
 
     Raises:
-        DataError: The files are missing or not what they should be.
+        DataError: The files are missing or invalid.
 
     Example:
         >>> dataset = revdeq.training.data.Cifar10(Path("data"))
@@ -81,7 +81,8 @@ class Cifar10:
                 parts.append(from_pickle(contents[name], str(place / name)))
             else:
                 raise DataError(
-                    f"{place} holds {', '.join(sorted(contents)) or 'no batch'}, but not {name}.bin (binary version) "
+                    f"{place} contains {', '.join(sorted(contents)) or 'no batch'}, but not {name}.bin (binary "
+                    f"version) "
                     f"or {name} (Python version): CIFAR-10 is {TRAIN[0]} to {TRAIN[-1]} and {TEST}"
                 )
         images, labels = (torch.cat(part) for part in zip(*parts[:-1], strict=True))
@@ -109,11 +110,11 @@ class Cifar10:
         sizes = {"training": self.size, **{split: len(labels) for split, (_, labels) in self.evaluated.items()}}
         return (
             f"CIFAR-10 from {self.source}: {', '.join(f'{size:,} {split}' for split, size in sizes.items())} images"
-            f"{'' if self.whole else ' (a part: the official files hold 50,000 to train on and 10,000 to test)'}"
+            f"{'' if self.whole else ' (a subset: the official files have 50,000 training and 10,000 test images)'}"
         )
 
     def to(self, device: torch.device) -> "Cifar10":
-        # All of it: 184 MB for the official files.
+        # 184 MB for the official files.
         self.images, self.labels = self.images.to(device), self.labels.to(device)
         self.evaluated = {split: (x.to(device), y.to(device)) for split, (x, y) in self.evaluated.items()}
         return self
@@ -160,13 +161,13 @@ def from_pickle(content: bytes, name: str) -> tuple[Tensor, Tensor]:
         pixels, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"])
     except DataError as error:
         raise DataError(f"{name} {error}") from error
-    except Exception as error:  # whatever a damaged pickle may lead to
+    except Exception as error:  # a damaged pickle may raise anything
         raise DataError(
             f"{name} is not a batch of CIFAR-10's Python version (a pickled dict with b'data' and b'labels'): {error!r}"
         ) from error
     if pixels.dtype != np.uint8 or pixels.shape != (len(labels), PIXELS) or not len(labels):
         raise DataError(
-            f"{name} holds data of shape {pixels.shape} and {pixels.dtype} with {len(labels)} labels: expected uint8 "
+            f"{name} has data of shape {pixels.shape} and {pixels.dtype} with {len(labels)} labels: expected uint8 "
             f"of shape (records, {PIXELS:,}) and as many labels"
         )
     return checked(torch.from_numpy(pixels.copy()), torch.from_numpy(labels.astype(np.int64)), name)
@@ -182,32 +183,34 @@ def checked(pixels: Tensor, labels: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 class ArrayUnpickler(pickle.Unpickler):
-    """Loads numbers, strings, containers and NumPy arrays of bytes; whatever else a pickle may call is refused."""
+    """Loads only numbers, strings, containers and NumPy arrays of bytes, so that a pickle cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            return np.empty(0).__reduce__()[0]  # wherever this version of NumPy keeps it
+            return np.empty(0).__reduce__()[0]  # its location depends on the version of NumPy
         if (module, name) == ("numpy", "ndarray"):
             return np.ndarray
         if (module, name) == ("numpy", "dtype"):
             return byte_dtype
-        if (module, name) == ("_codecs", "encode"):  # bytes, as Python 3 writes them for Python 2
+        if (module, name) == ("_codecs", "encode"):  # how Python 3 pickles bytes for Python 2
             return lambda text, encoding: text.encode("latin1")
-        raise DataError(f"asks for {module}.{name}, which no CIFAR-10 batch needs: it may be malicious and is not read")
+        raise DataError(
+            f"imports {module}.{name}, which no CIFAR-10 batch needs: it may be malicious, and was not read"
+        )
 
 
 def byte_dtype(name: str | bytes, *_: Any) -> Any:
     if name not in ("u1", b"u1"):
-        raise DataError(f"holds an array of dtype {name!r}: expected u1, bytes")
+        raise DataError(f"has an array of dtype {name!r}: expected u1, bytes")
     return np.dtype("u1")
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-    """A random crop after padding with 4 black pixels, and a random flip, of each image: one gather for all."""
+    """Random crops after padding with 4 black pixels, and random flips, in one gather."""
     count, _, height, width = images.shape
 
     def draw(high: int) -> Tensor:
-        # drawn on the CPU whatever the device, so that a seed is the same everywhere
+        # drawn on the CPU, so that a seed gives the same images on every device
         return torch.randint(high, (count, 1), generator=generator).to(images.device)
 
     rows = draw(2 * PADDING + 1) + torch.arange(height, device=images.device)

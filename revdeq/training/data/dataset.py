@@ -1,8 +1,8 @@
-"""What a training asks of a data set.
+"""The interface of data sets.
 
-To train on data of one's own, `Examples` is enough. To add a data set to the presets: write a class with these
-attributes, whose constructor takes its settings by name (and `folder`, if it is read from files), and enter it in
-`DATASETS` of `revdeq/training/data/__init__.py`.
+To train on your own data, use `Examples`. To add a data set to the presets, write a class with these attributes, whose
+constructor takes its settings as keyword arguments (and `folder`, if it reads files), and add it to `DATASETS` in
+`revdeq/training/data/__init__.py`.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Metric(NamedTuple):
-    """A figure of merit. of: what it is, from the mean loss and from the fraction of examples that are all right."""
+    """A metric. of: computes it from the mean loss and the fraction of entirely correct examples."""
 
     name: str
     higher_is_better: bool
@@ -28,7 +28,7 @@ PERPLEXITY = Metric("perplexity", False, lambda loss, right: math.exp(min(loss, 
 
 
 class Batch(NamedTuple):
-    """inputs, and the class of each target; surcharge: what is to be added to the summed loss of these targets."""
+    """inputs and targets. surcharge: a number to add to the summed loss of these targets."""
 
     inputs: Tensor
     targets: Tensor
@@ -36,16 +36,16 @@ class Batch(NamedTuple):
 
 
 class DataSet(Protocol):
-    """What a training asks of a data set: write a class with these attributes and methods, and enter it in `DATASETS`.
+    """The interface of data sets: write a class with these attributes and methods, and add it to `DATASETS`.
 
     Attributes:
-        unit: What the speed of a training is counted in: "images", for example.
-        metric: What a model is judged by.
-        splits: Those that a model can be evaluated on.
-        validation: The split on which the best model of a training is chosen.
+        unit: The unit of the training speed: "images", for example.
+        metric: The metric of a model.
+        splits: The splits that a model can be evaluated on.
+        validation: The split on which the best model is chosen.
         size: The number of examples in an epoch.
-        units: How many of `unit` an example has.
-        shapes: Keywords of the model that follow from the data.
+        units: The number of units per example.
+        shapes: Arguments of the model that follow from the data.
     """
 
     unit: str
@@ -63,17 +63,17 @@ class DataSet(Protocol):
     def shapes(self) -> dict[str, Any]: ...
 
     def describe(self) -> str:
-        """What it is, in a line.
+        """A one-line description.
 
         Returns:
-            The line with which a training begins.
+            The first line of a training's output.
         """
 
     def to(self, device: torch.device) -> "DataSet":
-        """Move the data, so that batches are on a device.
+        """Move the data to a device.
 
         Args:
-            device: Where to.
+            device: The device.
 
         Returns:
             The data set.
@@ -83,10 +83,10 @@ class DataSet(Protocol):
         """The order of an epoch.
 
         Args:
-            generator: Of whatever is random in it.
+            generator: For its random numbers.
 
         Returns:
-            `size` indices, of which `batch` takes some.
+            `size` indices, to pass to `batch` in parts.
         """
 
     def batch(self, indices: Tensor, generator: torch.Generator) -> Batch:
@@ -94,26 +94,26 @@ class DataSet(Protocol):
 
         Args:
             indices: A part of `order`.
-            generator: Of whatever is random in it, such as augmentation.
+            generator: For its random numbers, such as those of augmentation.
 
         Returns:
             Inputs and targets.
         """
 
     def evaluation(self, split: str, batch: int) -> Iterator[Batch]:
-        """All of a split.
+        """The batches of a split.
 
         Args:
             split: One of `splits`.
-            batch: The number of examples in a batch.
+            batch: The batch size.
 
         Returns:
-            Its batches, one after the other.
+            An iterator over its batches.
         """
 
     def saved(self) -> Mapping[str, Any] | None:
-        """What a checkpoint must hold so that its model can be used.
+        """State to save in a checkpoint, such as a vocabulary.
 
         Returns:
-            Plain values, which the constructor takes as `saved`; None, if there are none.
+            Plain values, which the constructor takes as `saved`; or None.
         """

@@ -1,4 +1,4 @@
-"""How to fetch the files of a data set."""
+"""Downloads the files of a data set."""
 
 import hashlib
 import sys
@@ -13,7 +13,7 @@ from .files import DataError
 
 
 class Source(NamedTuple):
-    """A file by its place below the data folder, its addresses, and the checksum that its publisher states."""
+    """A file: its path in the data folder, its URLs, and its published checksum."""
 
     place: str
     urls: tuple[str, ...]
@@ -23,11 +23,11 @@ class Source(NamedTuple):
 
 def instructions(sources: Iterable[Source], folder: Path) -> str:
     lines = [f"  {folder / source.place}  from  {source.urls[0]}" for source in sources]
-    return "\n".join(["Put it there, packed or unpacked, or let --download (of train and evaluate) fetch it:", *lines])
+    return "\n".join(["Put it there, packed or unpacked, or use --download with train or evaluate:", *lines])
 
 
 def fetch(sources: Iterable[Source], folder: Path) -> None:
-    """Every file that is not below `folder` yet, or a DataError that says what to do."""
+    """Download the files that are not in `folder` yet. A DataError says what to do if that fails."""
     for source in sources:
         if not (folder / source.place).exists():
             _fetch(source, folder / source.place)
@@ -41,13 +41,13 @@ def _fetch(source: Source, target: Path) -> None:
             return
         except (urllib.error.URLError, OSError, DataError) as error:
             reasons.append(f"  {url}: {error}")
-    raise DataError("\n".join([f"{target} could not be fetched. Fetch it by other means and put it there:", *reasons]))
+    raise DataError("\n".join([f"{target} could not be downloaded. Download it yourself and put it there:", *reasons]))
 
 
 def _fetch_from(url: str, source: Source, target: Path) -> None:
     from tqdm import tqdm
 
-    request = urllib.request.Request(url, headers={"User-Agent": "revdeq"})  # some mirrors refuse Python's own name
+    request = urllib.request.Request(url, headers={"User-Agent": "revdeq"})  # some mirrors refuse Python's default
     with urllib.request.urlopen(request, timeout=30) as answer:
         target.parent.mkdir(parents=True, exist_ok=True)
         digest, size = hashlib.new(source.algorithm), int(answer.headers.get("Content-Length") or 0)
@@ -61,6 +61,6 @@ def _fetch_from(url: str, source: Source, target: Path) -> None:
                     bar.update(len(block))
                 if digest.hexdigest() != source.checksum:
                     raise DataError(
-                        f"{source.algorithm} is {digest.hexdigest()}, expected {source.checksum}: what was sent is "
-                        f"damaged or another file"
+                        f"{source.algorithm} is {digest.hexdigest()}, expected {source.checksum}: the download is "
+                        f"damaged or a different file"
                     )

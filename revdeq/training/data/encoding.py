@@ -1,4 +1,4 @@
-"""GPT-2's byte-pair encoding, from the two files that OpenAI published; nothing is fetched."""
+"""GPT-2's byte-pair encoding, from the two files that OpenAI published; nothing is downloaded."""
 
 import contextlib
 import os
@@ -35,11 +35,11 @@ SOURCES = (
 )
 TOKENS = 50_257
 """Of GPT-2."""
-CHUNK = 1 << 20  # characters, to encode side by side
+CHUNK = 1 << 20  # characters that a thread encodes
 
 
 def find(folder: Path) -> Path:
-    """The folder with the encoding, for data in `folder`: in it, in its folder gpt2, or in the one beside it."""
+    """The folder of the encoding: `folder` itself, or gpt2 inside it or beside it."""
     for place in (folder, folder / "gpt2", folder.parent / "gpt2"):
         if all((place / name).is_file() for name in FILES):
             return place
@@ -56,20 +56,20 @@ def load(folder: Path) -> "tiktoken.Encoding":
         with _no_cache():
             ranks = data_gym_to_mergeable_bpe_ranks(str(vocab), str(encoder))
     except (AssertionError, AttributeError, KeyError, UnicodeDecodeError, ValueError) as error:
-        # AssertionError: the merges of the one file are not the tokens of the other
+        # AssertionError: the merges and the tokens do not match
         expected = "\n".join(f"  {s.place}: sha256 {s.checksum}" for s in SOURCES)
         raise DataError(
-            f"{vocab} and {encoder} are not a byte-pair encoding, or not the same one ({type(error).__name__}: "
+            f"{vocab} and {encoder} are not a byte-pair encoding, or do not match ({type(error).__name__}: "
             f"{error}). GPT-2's are\n{expected}"
         ) from error
     if len(ranks) >= 1 << 16:
-        raise DataError(f"{encoder} has {len(ranks):,} tokens: they are kept in 16 bits, GPT-2's are 50,257")
+        raise DataError(f"{encoder} has {len(ranks):,} tokens, more than 16 bits can hold: GPT-2 has 50,257")
     return tiktoken.Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)})
 
 
 @contextlib.contextmanager
 def _no_cache() -> Iterator[None]:
-    """tiktoken would copy the files to a temporary folder and from then on read the copy, whatever becomes of them."""
+    """Without this, tiktoken would cache the files in a temporary folder and not notice changes."""
     before = os.environ.get("TIKTOKEN_CACHE_DIR")
     os.environ["TIKTOKEN_CACHE_DIR"] = ""
     try:
@@ -81,13 +81,13 @@ def _no_cache() -> Iterator[None]:
 
 
 def encode(text: str, encoding: "tiktoken.Encoding") -> np.ndarray:
-    """The tokens of a text of any length as uint16."""
+    """The tokens of a text, as uint16."""
     parts = encoding.encode_ordinary_batch(chunks(text), num_threads=os.cpu_count() or 1)
     return np.concatenate([np.array(part, np.uint16) for part in parts])
 
 
 def chunks(text: str, size: int = CHUNK) -> list[str]:
-    """The text in pieces that encode as the whole does: no token spans the end of a word and the space behind it."""
+    """Split a text between words: no token contains the end of a word and the space after it."""
     pieces, start = [], 0
     while start < len(text):
         end = text.find(" ", start + size)

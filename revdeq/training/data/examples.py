@@ -1,4 +1,4 @@
-"""Data of one's own."""
+"""Your own data."""
 
 import zlib
 from collections.abc import Iterator
@@ -11,21 +11,21 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from .dataset import ACCURACY, ERROR, Batch
 from .files import DataError
 
-FROM_NUMPY = "; torch.from_numpy(x) makes a tensor of an array"
+FROM_NUMPY = "; torch.from_numpy(x) converts an array"
 LOOKED_AT = 1000
-"""Of the examples of a part, at most, to tell whether they are the same."""
+"""The maximum number of examples per part in the fingerprint."""
 
 
 class Examples:
-    """Inputs and targets of your own: classes, which are integers, or numbers.
+    """Your own inputs and targets. Integer targets are classes.
 
     Args:
-        train: What to train on: a pair of tensors, inputs and targets, one example beside the other; or a
-            `torch.utils.data.Dataset` of pairs, which is read as it is needed.
-        valid: The same, to choose the best model on. None holds a tenth of the examples out, always the same ones.
+        train: The training data: a pair of tensors (inputs, targets), or a `torch.utils.data.Dataset` of pairs, which
+            is read on demand.
+        valid: The validation data, on which the best model is chosen. None holds out a fixed tenth of the examples.
 
     Raises:
-        DataError: It is neither, or the two tensors are not of one length.
+        DataError: train or valid has the wrong type, or its tensors have different lengths.
 
     Example:
         >>> points = torch.randn(100, 2)
@@ -43,9 +43,7 @@ class Examples:
         everything = torch.arange(count(train))
         if valid is None:
             if len(everything) < 10:
-                raise DataError(
-                    f"data of {len(everything)} examples: without valid, at least 10, to hold some of them out"
-                )
+                raise DataError(f"data has {len(everything)} examples: pass at least 10, or valid")
             held_out = torch.zeros(len(everything), dtype=torch.bool)
             held_out[torch.randperm(len(everything), generator=torch.Generator().manual_seed(0))[::10]] = True
             self.parts = {"train": (train, everything[~held_out]), "valid": (train, everything[held_out])}
@@ -68,8 +66,8 @@ class Examples:
 
     @property
     def fingerprint(self) -> str:
-        """Whether these are the same examples, in the same order, as others. Those of a Dataset may be random: only
-        their number is known."""
+        """A fingerprint of the examples and their order. For a Dataset, whose examples may be random, only of their
+        number."""
         check = 0
         for source, _ in self.parts.values():
             tensors = (
@@ -118,7 +116,7 @@ def checked(source: Any) -> Any:
             f"torch.utils.data.Dataset of pairs that has a length{FROM_NUMPY if 'ndarray' in kind_of(source) else ''}"
         )
     if len(source[0]) != len(source[1]):
-        raise DataError(f"data has {len(source[0]):,} inputs and {len(source[1]):,} targets: pass one target for each")
+        raise DataError(f"data has {len(source[0]):,} inputs and {len(source[1]):,} targets: pass one target per input")
     return tuple(source)
 
 
@@ -132,7 +130,7 @@ def collated(examples: list[Any]) -> tuple[Tensor, Tensor]:
         inputs, targets = default_collate(examples)
     except (RuntimeError, TypeError) as error:
         raise DataError(
-            f"the examples of data cannot be put side by side: {error}; return tensors of the same shape from "
+            f"the examples of data cannot be stacked: {error}; return tensors of the same shape from "
             "__getitem__ of the Dataset"
         ) from error
     if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
@@ -144,7 +142,7 @@ def collated(examples: list[Any]) -> tuple[Tensor, Tensor]:
 
 
 def kind_of(thing: Any) -> str:
-    """Its type, and of a short container what is in it."""
+    """Its type, with those of its items if it is a short container."""
     inside: Any = thing if isinstance(thing, (tuple, list)) else [*thing] if isinstance(thing, dict) else ()
     parts = ", ".join(repr(x) if isinstance(thing, dict) else type(x).__name__ for x in inside[:4])
     more = ", ..." if len(inside) > 4 else ""

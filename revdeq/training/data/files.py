@@ -16,7 +16,7 @@ DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, tarfile.TarErr
 
 
 class DataError(Exception):
-    """Data that is missing or not what it should be; the message names the file and what was expected."""
+    """Data is missing or invalid; the message names the file and what was expected."""
 
 
 def is_archive(path: Path) -> bool:
@@ -24,7 +24,7 @@ def is_archive(path: Path) -> bool:
 
 
 def stored(path: Path, name: str) -> Path | None:
-    """The file on the disk that holds `name`: the archive, the file itself, or a compressed form of it."""
+    """The file on disk that contains `name`: an archive, the file itself, or a compressed version of it."""
     if is_archive(path):
         return path
     candidates = [path / name, *(path / (name + suffix) for suffix in COMPRESSED)]
@@ -32,7 +32,7 @@ def stored(path: Path, name: str) -> Path | None:
 
 
 def read(path: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """The contents of the files `names` in the folder or archive `path`, those that are there."""
+    """The contents of those of the files `names` that exist in the folder or archive `path`."""
     try:
         if not is_archive(path):
             return {name: _unpacked(file) for name in names if (file := stored(path, name))}
@@ -40,7 +40,7 @@ def read(path: Path, names: Sequence[str]) -> dict[str, bytes]:
             with zipfile.ZipFile(path) as archive:
                 found = {Path(member).name: member for member in archive.namelist()}
                 return {name: archive.read(found[name]) for name in names if name in found}
-        with tarfile.open(path) as tar:  # one pass: going back in a compressed archive starts again
+        with tarfile.open(path) as tar:  # one pass: seeking back in a compressed archive decompresses it again
             contents = {}
             for member in tar:
                 if member.isfile() and Path(member.name).name in names:
@@ -65,8 +65,8 @@ def _unpacked(file: Path) -> bytes:
 
 def damaged(file: Path, error: Exception) -> DataError:
     return DataError(
-        f"{file} ({file.stat().st_size:,} bytes) cannot be unpacked: {error}. It is truncated, damaged or not what "
-        f"its name says: fetch it again"
+        f"{file} ({file.stat().st_size:,} bytes) cannot be unpacked: {error}. It is truncated, damaged or of "
+        f"another type: download it again"
     )
 
 

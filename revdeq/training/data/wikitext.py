@@ -1,14 +1,14 @@
 """WikiText-2 and WikiText-103 as tokens of GPT-2's byte-pair encoding.
 
-Read from the official files, packed or unpacked: wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens (words, with
-<unk>) or the same names with .raw. The tokens are kept in files that are mapped into memory, in $REVDEQ_CACHE or
-~/.cache/revdeq, under the checksum of what they were made from.
+Reads the official files, packed or unpacked: wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens (words, with <unk>)
+or the same names with .raw. The tokens are cached in memory-mapped files in $REVDEQ_CACHE or ~/.cache/revdeq, named
+by the checksum of their source.
 
-A model may predict fewer tokens than GPT-2's 50,257, which at small sizes take most of its time and parameters:
-vocabulary="seen" are those that occur in the training data, vocabulary=8192 the most frequent of them; all others
-share one more id. The perplexity stays that of the text in all of GPT-2's tokens: a token t among the others counts as
-p(others) p(t | others), where p(t | others) is its frequency in the training data (plus one, for tokens that
-never occur there). What this adds to the loss is the `surcharge`.
+A model may have a smaller vocabulary than GPT-2's 50,257 tokens, which dominate the time and parameters of small
+models: vocabulary="seen" keeps those that occur in the training data, vocabulary=8192 the most frequent of them, and
+all others share one more id. The perplexity is still that of all tokens: a token t among the others counts as
+p(others) p(t | others), where p(t | others) is its frequency in the training data (plus one, for tokens that never
+occur there). The term that this adds to the loss is the `surcharge`.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ SOURCES = {
     )
 }
 PADDED_TO = 128
-"""All of the vocabulary is rounded up to a multiple of this, 50,304 for GPT-2, a shape that GPUs like."""
+"""The full vocabulary is rounded up to a multiple of this, 50,304 for GPT-2, which is faster on GPUs."""
 
 
 class WikiText:
@@ -56,14 +56,14 @@ class WikiText:
 
     Args:
         name: "wikitext-2" or "wikitext-103".
-        folder: Where its files are, and those of GPT-2's encoding, packed or unpacked.
+        folder: The folder of its files and of GPT-2's encoding, packed or unpacked.
         length: The number of tokens in a sequence.
-        vocabulary: The tokens that a model can tell apart: "full" for all, "seen" for those of the training data, or a
-            number for the most frequent. The loss of the others is added, so that the perplexity stays that of all.
-        saved: The vocabulary that a checkpoint holds.
+        vocabulary: "full" for all tokens, "seen" for those of the training data, or a number for the most frequent.
+            The loss includes the others, so that the perplexity is that of all tokens.
+        saved: The vocabulary of a checkpoint.
 
     Raises:
-        DataError: The files are missing, not what they should be, or too short.
+        DataError: The files are missing, invalid or too short.
 
     Example:
         >>> dataset = revdeq.training.data.WikiText("wikitext-2", Path("data"), length=32)
@@ -85,7 +85,7 @@ class WikiText:
         saved: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-            raise DataError(f"length={length!r}: it must be a number of tokens, 1 at least")
+            raise DataError(f"length={length!r}: it must be an integer of at least 1")
         place, variant = find(name, folder)
         encoder = encoding.find(folder)
         self.name, self.source, self.encoding, self.length = name, place, encoder, length
@@ -104,7 +104,7 @@ class WikiText:
 
     @property
     def size(self) -> int:
-        """Sequences in an epoch: one is given up, so that an epoch may begin anywhere in the first."""
+        """Sequences per epoch: one fewer than fit, so that an epoch can start at a random offset."""
         return (len(self.tokens["train"]) - self.length) // self.length
 
     @property
@@ -124,7 +124,7 @@ class WikiText:
         return self
 
     def order(self, generator: torch.Generator) -> Tensor:
-        # Where sequences begin.
+        # The starts of the sequences.
         offset = torch.randint(self.length, (), generator=generator)
         return offset + self.length * torch.randperm(self.size, generator=generator)
 
@@ -132,7 +132,7 @@ class WikiText:
         return self._sequences("train", indices.numpy(), self.length)
 
     def evaluation(self, split: str, batch: int) -> Iterator[Batch]:
-        # Every token after the first, once, in sequences that know nothing of the one before.
+        # Every token but the first, once, in independent sequences.
         count = len(self.tokens[split]) - 1
         starts = np.arange(0, count - self.length + 1, self.length)
         for i in range(0, len(starts), batch):
@@ -156,10 +156,10 @@ def example(length: int = 512, vocabulary: str | int = "full") -> tuple[Batch, d
 
 
 class Vocabulary:
-    """The ids by which a model knows the tokens of an encoding.
+    """Maps the tokens of an encoding to the ids of a model.
 
-    kept: the token of every id; the id len(kept), where there are others, is that of all other tokens.
-    surcharge: of every token t of the encoding, -log p(t | the id of t).
+    kept: the token of every id; all other tokens have the id len(kept).
+    surcharge: -log p(t | the id of t) for every token t of the encoding.
     """
 
     def __init__(self, kept: np.ndarray, surcharge: np.ndarray) -> None:
@@ -183,8 +183,8 @@ class Vocabulary:
         if choice != "seen":
             if not isinstance(choice, int) or isinstance(choice, bool) or choice < 1:
                 raise DataError(
-                    f"vocabulary={choice!r}: it is full, seen (the tokens of the training data), or how many of these "
-                    f"to keep, the most frequent"
+                    f"vocabulary={choice!r}: it must be full, seen (the tokens of the training data), or the number "
+                    f"of most frequent tokens to keep"
                 )
             kept = kept[:choice]
         frequency = counts + 1.0
@@ -206,7 +206,7 @@ class Vocabulary:
 
 
 def find(name: str, folder: Path) -> tuple[Path, str]:
-    """Where the data set is below `folder`, and which variant of it, tokens or raw."""
+    """The path of the data set in `folder`, and its variant, tokens or raw."""
     names = [name, f"{name}-v1", f"{name}-raw", f"{name}-raw-v1"]
     for place in (folder, *(folder / (name + suffix) for name in names for suffix in ("", ".zip"))):
         if is_archive(place):
@@ -218,11 +218,11 @@ def find(name: str, folder: Path) -> tuple[Path, str]:
 
 
 def tokens(place: Path, name: str, encoder: Path) -> np.ndarray:
-    """The tokens of a file, mapped into memory; encoded if that was not done before."""
+    """The tokens of a file, memory-mapped; encoded first if they are not cached."""
     file = stored(place, name)
     if file is None:
-        raise DataError(f"{place} does not hold {name}, plain or compressed, which belongs to the data set")
-    identity = hashlib.sha256(f"{name} 1".encode())  # 1: raised if the same files should give other tokens
+        raise DataError(f"{place} has no {name}, plain or compressed, which belongs to the data set")
+    identity = hashlib.sha256(f"{name} 1".encode())  # 1: the version of the encoding
     for source in (file, *(encoder / part for part in encoding.FILES)):
         identity.update(checksum(source))
     cached = cache_folder() / f"{name}-{identity.hexdigest()[:24]}.npy"
@@ -235,8 +235,8 @@ def tokens(place: Path, name: str, encoder: Path) -> np.ndarray:
             np.save(target, encoded)
     except OSError as error:
         raise DataError(
-            f"the tokens of {file} cannot be kept in {cached} ({error.strerror or error}, {encoded.nbytes:,} bytes): "
-            f"set REVDEQ_CACHE to a folder with room for them"
+            f"the tokens of {file} cannot be cached in {cached} ({error.strerror or error}, {encoded.nbytes:,} bytes): "
+            f"set REVDEQ_CACHE to a folder with enough space"
         ) from error
     return np.load(cached, mmap_mode="r")
 
@@ -245,7 +245,7 @@ def text(place: Path, name: str) -> str:
     found = read(place, [name])
     where = f"{place / name}"
     if name not in found:
-        raise DataError(f"{place} does not hold {name}, which belongs to the data set")
+        raise DataError(f"{place} has no {name}, which belongs to the data set")
     try:
         content = found[name].decode("utf-8")
     except UnicodeDecodeError as error:
@@ -264,7 +264,7 @@ def cache_folder() -> Path:
 
 
 def _mapped(cached: Path) -> np.ndarray | None:
-    """None if there is no such file, or if it is damaged: it is then made again."""
+    """The cached tokens; None if the file does not exist or is damaged."""
     try:
         found = np.load(cached, mmap_mode="r")
     except (OSError, ValueError, EOFError):
