@@ -148,9 +148,13 @@ def _with_generators(device: torch.device) -> list[torch.device]:
     """The device, and all GPUs of the types that this process uses, on which f may have parts: that costs a look at a
     flag for each type, and microseconds for each further GPU. No type is brought into use by it."""
     first = [] if device.type == "cpu" else [device]
-    used = [kind for kind in GPUS if getattr(torch, kind).is_initialized()]
-    gpus = (torch.device(kind, i) for kind in used for i in range(getattr(torch, kind).device_count()))
+    gpus = (torch.device(kind, i) for kind in used_gpus() for i in range(getattr(torch, kind).device_count()))
     return [*first, *(gpu for gpu in gpus if gpu != device)]
+
+
+def used_gpus() -> list[str]:
+    """The types of GPUs that this process uses."""
+    return [kind for kind in GPUS if getattr(torch, kind).is_initialized()]
 
 
 def allocated(device: torch.device) -> int | None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from .context import Draw, Settings
-from .state import State, flattened
+from .state import State, flattened, structured
 from .unchanged import Unchanged, fill_caches, reachable, refuse_tolerance
 
 
@@ -37,7 +37,7 @@ class Call:
         indexed: bool,
         has_aux: bool,
     ) -> None:
-        self.f, self._run, self._spec, self._is_a_tensor = f, f, spec, spec.is_leaf()
+        self.f, self._run, self._spec = f, f, spec
         plain = not kwargs and all(isinstance(x, Tensor) for x in args)
         given: tuple[Any, dict[str, Any]] = (args, dict(kwargs))
         given, self._leaves = (given, list(args)) if plain else _own(given)
@@ -49,13 +49,13 @@ class Call:
         self.aux: Any = None
         self._counts_changes = not torch.is_inference_mode_enabled()
         x = initial[0]
-        self._like = (x.dtype, x.shape, x.device, torch.strided) if self._is_a_tensor else None
+        self._like = (x.dtype, x.shape, x.device, torch.strided) if spec.is_leaf() else None
         self._tensors: list[tuple[dict[str, Any], str, Tensor]] = []
 
     def __call__(self, state: State, k: int) -> State:
         """Evaluation k."""
         before = [x._version for x in state] if self._counts_changes else None
-        z = state[0] if self._is_a_tensor else tree_unflatten(state, self._spec)
+        z = structured(state, self._spec)
         if self._indexed:
             self._kwargs["evaluation"] = k
         if self.draw.draws is False:

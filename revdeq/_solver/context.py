@@ -43,43 +43,39 @@ def _legacy(read: Callable[[], Any], write: Callable[[Any], Any]) -> Setting:
     return value, lambda value: None if value is None else write(value)
 
 
-def _float32_precision() -> list[Setting]:
+def _float32_precision(*modules: Any) -> list[Setting]:
     """Of matrix products, convolutions and recurrent layers. A setting comes before those that follow it."""
-    legacy = [
-        _legacy(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        _legacy(*_attribute(_cudnn, "allow_tf32")),
-    ]
-    backends: Any = torch.backends
-    modules = [
-        backends, _cudnn, _mkldnn,
-        _cuda.matmul, _cudnn.conv, _cudnn.rnn,
-        _mkldnn.matmul, _mkldnn.conv, _mkldnn.rnn,
-    ]  # fmt: skip
-    return [*legacy, *(_attribute(module, "fp32_precision") for module in modules)]
+    return [_attribute(module, "fp32_precision") for module in modules]
 
 
-GLOBAL_SETTINGS: list[Setting] = [
+CPU_SETTINGS: list[Setting] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    _attribute(_mkldnn, "enabled"),
+    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    _legacy(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    *_float32_precision(torch.backends, _mkldnn, _mkldnn.matmul, _mkldnn.conv, _mkldnn.rnn),
+]
+
+GPU_SETTINGS: list[Setting] = [
     _attribute(_cudnn, "enabled"),
     _attribute(_cudnn, "benchmark"),
     _attribute(_cudnn, "deterministic"),
-    _attribute(_mkldnn, "enabled"),
-    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
-    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
     (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-    *_float32_precision(),
+    _legacy(*_attribute(_cudnn, "allow_tf32")),
+    *_float32_precision(_cudnn, _cuda.matmul, _cudnn.conv, _cudnn.rnn),
 ]
 
 
-def _read() -> list[Any]:
-    return [read() for read, _ in GLOBAL_SETTINGS]
+def _read(settings: list[Setting]) -> list[Any]:
+    return [read() for read, _ in settings]
 
 
-def _write(values: list[Any]) -> None:
+def _write(settings: list[Setting], values: list[Any]) -> None:
     """In order, and only what is not so yet: one setting may have changed others."""
-    for (read, write), value in zip(GLOBAL_SETTINGS, values, strict=True):
+    for (read, write), value in zip(settings, values, strict=True):
         if read() != value:
             write(value)
 
@@ -89,7 +85,9 @@ class Settings:
     it may run outside of a context, and on a GPU it runs in another thread."""
 
     def __init__(self, device: torch.device) -> None:
-        self._values = _read()
+        in_use = device.type != "cpu" or _device.used_gpus()
+        self._settings = CPU_SETTINGS + GPU_SETTINGS if in_use else CPU_SETTINGS
+        self._values = _read(self._settings)
         self._default_device = _default_device()
         self._autocast = [_autocast(kind) for kind in sorted({"cpu", device.type})]
 
@@ -99,11 +97,11 @@ class Settings:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        now = _read()
+        now = _read(self._settings)
         with contextlib.ExitStack() as stack:
             if now != self._values:
-                stack.callback(_write, now)
-                _write(self._values)
+                stack.callback(_write, self._settings, now)
+                _write(self._settings, self._values)
             if self._default_device != _default_device():
                 stack.enter_context(self._default_device)
             stack.enter_context(autocast_as(self._autocast))
@@ -112,7 +110,7 @@ class Settings:
     def as_they_are_not_now(self) -> "Settings | None":
         """These, if any of them is another one now."""
         same = (
-            _read() == self._values
+            _read(self._settings) == self._values
             and _default_device() == self._default_device
             and [_autocast(settings["device_type"]) for settings in self._autocast] == self._autocast
         )

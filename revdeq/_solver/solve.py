@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map
 
 from ..kernels.half_step import Coefficients
 from .call import Call
@@ -20,7 +20,7 @@ from .monitor import Adjoint, Monitor, call_site
 from .options import options_from, with_options
 from .private import has_tangents, is_transformed
 from .scheme import Scheme, rounded_coefficients, scheme_for
-from .state import State, checked_state, checked_y0, versions_of
+from .state import State, checked_state, checked_y0, structured, versions_of
 from .tape import NORM_FLOOR, End, Start, Tape, relative_distance
 from .unchanged import is_compiled
 from .unrolled import has_fakes, is_traced, unrolled
@@ -288,8 +288,8 @@ def _solution(tape: Tape, spec: TreeSpec, end: End) -> Solution:
     change, value = tape.norms.sqrt()
     scheme = tape.scheme
     return Solution(
-        z=tree_unflatten(end.z, spec),
-        y=tree_unflatten(end.y, spec),
+        z=structured(end.z, spec),
+        y=structured(end.y, spec),
         steps=tape.steps,
         change=change / (value + NORM_FLOOR),
         beta=scheme.beta,

@@ -9,6 +9,7 @@ from torch.utils._pytree import (
     TreeSpec,
     keystr,
     register_dataclass,
+    tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
     tree_map,
@@ -18,6 +19,8 @@ from torch.utils._pytree import (
 from ..kernels.half_step import DTYPES, layout
 
 State = list[Tensor]
+
+_LEAF = tree_flatten(0)[1]
 
 
 def refuse_device(name: str, device: torch.device) -> None:
@@ -29,9 +32,11 @@ def refuse_device(name: str, device: torch.device) -> None:
 
 def checked_state(z0: Any, called: str = "z0") -> tuple[State, TreeSpec]:
     """The tensors of z0, and its structure."""
-    if not isinstance(z0, Tensor):
+    if isinstance(z0, Tensor):
+        paths, spec = [((), z0)], _LEAF
+    else:
         _register_dataclasses(z0)
-    paths, spec = tree_flatten_with_path(z0)
+        paths, spec = tree_flatten_with_path(z0)
     if not paths:
         raise ValueError(f"{called} = {z0!r} has no tensor in it: pass a tensor, or a tuple, list or dict of tensors")
     leaves = []
@@ -57,6 +62,11 @@ def checked_state(z0: Any, called: str = "z0") -> tuple[State, TreeSpec]:
         # A tensor made in inference mode cannot be saved for the backward pass; its copy can.
         leaves.append(x.clone() if x.is_inference() and torch.is_grad_enabled() else x.resolve_neg())
     return leaves, spec
+
+
+def structured(state: State, spec: TreeSpec) -> Any:
+    """Its tensors in the structure of z0."""
+    return state[0] if spec.is_leaf() else tree_unflatten(state, spec)
 
 
 def checked_y0(y0: Any, initial: State, spec: TreeSpec) -> State:

@@ -221,10 +221,10 @@ class Tape:
         origin = self.coefficients if self.learns else _ORIGIN
         if k == self._turn == 0:
             start = self._start
-            return list(_Begin.apply(self._home, origin, len(start.z), *start.z, *start.y))
+            return list(_begin(self._home, origin, len(start.z), *start.z, *start.y))
         read = [x.clone() for x in self._read] if k == 0 else self._read
         home = self._home if k == self._turn else None
-        return list(_Begin.apply(home, origin, len(read), *read)) if self._graph else read
+        return list(_begin(home, origin, len(read), *read)) if self._graph else read
 
     def _first(self, record: bool) -> tuple[State, State]:
         """What f read in the first evaluation, which may have to be repeated, and what it returned."""
@@ -350,10 +350,10 @@ class Tape:
         if self.f.changes_its_input:  # the last y, too
             y = self.scheme.read([h.state for h in self.half_steps[0]], y)
         values = [x.detach() for x in (*y, *z)]
-        aux, spec = tree_flatten(self._sums)
+        aux, spec = tree_flatten(self._sums) if self.options.aux else ([], None)
         if self._needed and self.options.gradient == "exact":
             inner = [i for i, x in enumerate(aux) if isinstance(x, Tensor) and x.requires_grad]
-            last = _End.apply(self, self._home, values, size, *z, *(aux[i] for i in inner))
+            last = _end(self, self._home, values, size, *z, *(aux[i] for i in inner))
             values = list(last[: 2 * size])
             for i, x in zip(inner, last[2 * size :], strict=True):
                 aux[i] = x
@@ -363,7 +363,8 @@ class Tape:
         self.half_steps, self._home, self._start, self._sums = ([], []), None, Start([], []), None
         self._read = self._other = []
         self._kept.clear()
-        return End(values[:size], values[size:], tree_unflatten(aux, spec), (y_states, z_states))
+        aux = None if spec is None else tree_unflatten(aux, spec)
+        return End(values[:size], values[size:], aux, (y_states, z_states))
 
     # Backward, as the engine walks
 
@@ -563,10 +564,6 @@ class _Relax(torch.autograd.Function):
         return (None, None, None, None, None, *ctx.home().back(ctx.home, ctx.k, grads), *[None] * len(grads))
 
 
-# Past checks that take 2 us and are about transforms of torch.func, which a solve is not within.
-_relax = super(torch.autograd.Function, _Relax).apply
-
-
 class _End(torch.autograd.Function):
     """The last y and z, and what f gave beside them. It saves the states, where whoever packs what autograd saves can
     have them."""
@@ -585,3 +582,7 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ctx.home().turn(ctx, grads[: 2 * ctx.size])
         return (None, None, None, None, *[None] * ctx.size, *grads[2 * ctx.size :])
+
+
+# Past checks that take 2 us and are about transforms of torch.func, which a solve is not within.
+_begin, _relax, _end = (super(torch.autograd.Function, node).apply for node in (_Begin, _Relax, _End))
