@@ -100,6 +100,19 @@ typedef struct {
     double a, b, c;
 } coefficients;
 
+/* `count` examples of `length` elements. If ends is not NULL, each takes part in so many half-steps, of which the
+ * operation is about number `now`, and an adjoint that rests is multiplied by `kept`. */
+typedef struct {
+    int64_t count, length;
+    const int32_t *ends;
+    double kept;
+    int32_t now;
+} examples;
+
+/* In how many half-steps, from `now` on, an example still takes part: all that matters is whether it is more than 1,
+ * more than 0, or at least 0. */
+INLINE int left_of(const examples *each, int64_t example) { return each->ends ? each->ends[example] - each->now : 2; }
+
 /* adjoint = a adjoint + b vjp + c other. The adjoint is float64 where f reads float64 and float32 everywhere else, and
  * is computed in its own precision. `other` is looked at only with `mix`, which is a constant wherever this is called:
  * a condition in a loop would keep it from being vectorised. */
@@ -114,16 +127,45 @@ INLINE void update_adjoint(void *adjoint, const void *vjp, const void *other, in
     }
 }
 
-/* What `seed` receives of the adjoint, in its own dtype. */
+INLINE void update_adjoint_loop(void *adjoint, const void *vjp, const void *other, int64_t n, coefficients k,
+                                enum dtype type, const int mix) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++)
+        update_adjoint(adjoint, vjp, other, i, k, type, mix);
+}
+
+/* [from, from + n) of an adjoint by itself. */
+CLONES static void update_adjoint_part(void *adjoint, const void *vjp, const void *other, int copy_type, int64_t from,
+                                       int64_t n, coefficients k) {
+    CONSTANT(C, copy_type, {
+        const enum dtype wide = C == F64 ? F64 : F32;
+        if (other)
+            update_adjoint_loop(at(adjoint, from, wide), at(vjp, from, C), at(other, from, wide), n, k, C, 1);
+        else
+            update_adjoint_loop(at(adjoint, from, wide), at(vjp, from, C), NULL, n, k, C, 0);
+    })
+}
+
+/* The coefficients of an adjoint's next pass. */
+INLINE coefficients of_adjoint(coefficients k, const examples *each, int left) {
+    if (left < 2)
+        k.a = each->kept;
+    return k;
+}
+
+/* What `seed` receives of the adjoint, in its own dtype: 0 where half-step now - 1 moved nothing. */
 INLINE void seed_loop(const void *adjoint, void *seed, int64_t n, enum dtype type, enum dtype seed_type) {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++)
         store(seed, i, seed_type, load(adjoint, i, type));
 }
 
-CLONES static void store_seed(const void *adjoint, int copy_type, void *seed, int seed_type, int64_t from, int64_t n) {
+CLONES static void store_seed(const void *adjoint, int copy_type, void *seed, int seed_type, int64_t from, int64_t n,
+                              int left) {
     CONSTANT(S, seed_type,
-        if (copy_type == F64)
+        if (left < 0)
+            memset(at(seed, from, S), 0, (char *)at(seed, n, S) - (char *)seed);
+        else if (copy_type == F64)
             seed_loop(at(adjoint, from, F64), at(seed, from, S), n, F64, S);
         else
             seed_loop(at(adjoint, from, F32), at(seed, from, S), n, F32, S);
@@ -136,10 +178,11 @@ INLINE int32_t ratio_bits(float error, float value, float floor) {
     return (int32_t)(bits_of(error / float_of(size > least ? size : least)) & 0x7FFFFFFFu);
 }
 
-/* Runs its last argument for every chunk [from, from + n) of the h->n elements. A parallel region with one thread would
- * still cost 0.7 us, as much as 2,000 elements. */
+/* Runs its last argument for every chunk [from, from + n) of the h->n elements, which are all of one example, with what
+ * is `left` for it. A parallel region with one thread would still cost 0.7 us, as much as 2,000 elements. */
 #define FOR_EACH_CHUNK(threads, ...)                                                 \
-    const int64_t chunks = (h->n + CHUNK - 1) / CHUNK;                               \
+    const int64_t per_example = (h->each.length + CHUNK - 1) / CHUNK;                \
+    const int64_t chunks = h->each.count * per_example;                              \
     int64_t chunk;                                                                   \
     if (threads < 2 || h->n < SERIAL)                                                \
         for (chunk = 0; chunk < chunks; chunk++) ONE_CHUNK(__VA_ARGS__)              \
@@ -150,6 +193,9 @@ INLINE int32_t ratio_bits(float error, float value, float floor) {
 
 #define ONE_CHUNK(...)                                                               \
     {                                                                                \
-        const int64_t from = chunk * CHUNK, n = h->n - from < CHUNK ? h->n - from : CHUNK; \
+        const int64_t example = chunk / per_example;                                 \
+        const int64_t begin = (chunk - example * per_example) * CHUNK, rest = h->each.length - begin; \
+        const int64_t from = example * h->each.length + begin, n = rest < CHUNK ? rest : CHUNK; \
+        const int left = left_of(&h->each, example);                                 \
         __VA_ARGS__;                                                                 \
     }

@@ -2,7 +2,7 @@
 #include "common.h"
 
 /* cpu.py compares these with its own when it loads the library. */
-API const int32_t revdeq_lanes = LANES, revdeq_rows = ROWS;
+API const int32_t revdeq_lanes = LANES, revdeq_rows = ROWS, revdeq_has_examples = 1;
 
 /* One state, its copy in the dtype that f reads, and the coefficients of the step that is taken. */
 typedef struct {
@@ -11,7 +11,13 @@ typedef struct {
     int64_t n;
     coefficients step, adjoint;
     int32_t copy_type;
+    examples each;
 } half_step;
+
+/* What a state that rests leaves in the copy. */
+CLONES static void copy_chunk(const half_step *h, int64_t from, int64_t n) {
+    CONSTANT(C, h->copy_type, seed_loop(h->state + from, at(h->copy, from, C), n, F64, C))
+}
 
 /* b f + c z, where z is what f read; it is looked at only with `mix`, which is a constant where this is called. */
 INLINE double moved_by(const void *f, const void *read, int64_t i, coefficients k, enum dtype f_type,
@@ -32,8 +38,10 @@ INLINE void relax_loop(double *state, const void *f, const void *read, void *cop
 }
 
 CLONES static void relax_chunk(const half_step *h, const void *f, int f_type, const void *read, int64_t from,
-                               int64_t n) {
-    if (read)
+                               int64_t n, int left) {
+    if (left < 1)
+        copy_chunk(h, from, n);
+    else if (read)
         CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
             relax_loop(h->state + from, at(f, from, F), at(read, from, C), at(h->copy, from, C), n, h->step, F, C,
                        1)))
@@ -63,8 +71,12 @@ INLINE void relax_norms_loop(double *state, const void *f, const void *read, voi
 }
 
 CLONES static void relax_norms_chunk(const half_step *h, const void *f, int f_type, const void *read, int64_t from,
-                                     int64_t n, double *change, double *value) {
-    if (read)
+                                     int64_t n, double *change, double *value, int left) {
+    if (left < 1) {
+        copy_chunk(h, from, n);
+        memset(change, 0, LANES * sizeof *change);
+        memset(value, 0, LANES * sizeof *value);
+    } else if (read)
         CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
             relax_norms_loop(h->state + from, at(f, from, F), at(read, from, C), at(h->copy, from, C), n, h->step,
                              change, value, F, C, 1)))
@@ -94,14 +106,19 @@ INLINE void invert_loop(double *state, const void *f, void *copy, void *adjoint,
 #define INVERT(ADJOINT, VJP, OTHER, MIX, MIX_ADJOINT)                                                 \
     CONSTANT(F, f_type, CONSTANT(C, h->copy_type,                                                     \
         invert_loop(h->state + from, at(f, from, F), at(h->copy, from, C), ADJOINT, VJP, OTHER, n,    \
-                    h->step, h->adjoint, MIX, MIX_ADJOINT, F, C)))
+                    h->step, adjoint_step, MIX, MIX_ADJOINT, F, C)))
 #define INVERT_ADJOINT(OTHER, MIX, MIX_ADJOINT) \
     INVERT(at(adjoint, from, WIDE(C)), at(vjp, from, C), OTHER, MIX, MIX_ADJOINT)
 
 CLONES static void invert_chunk(const half_step *h, const void *f, int f_type, int64_t from, int64_t n, void *adjoint,
-                                const void *vjp, const void *other) {
+                                const void *vjp, const void *other, int left) {
     const int mix = h->step.c != 0;
-    if (!adjoint && mix)
+    const coefficients adjoint_step = of_adjoint(h->adjoint, &h->each, left);
+    if (left < 1) {
+        copy_chunk(h, from, n);
+        if (adjoint)
+            update_adjoint_part(adjoint, vjp, NULL, h->copy_type, from, n, adjoint_step);
+    } else if (!adjoint && mix)
         INVERT(NULL, NULL, NULL, 1, 0)
     else if (!adjoint)
         INVERT(NULL, NULL, NULL, 0, 0)
@@ -148,23 +165,23 @@ CLONES static void invert_compare_chunk(const half_step *h, const void *f, int f
 
 /* read: what f read, or NULL where c is 0 */
 API void revdeq_relax(const half_step *h, const void *f, int f_type, int threads, const void *read) {
-    FOR_EACH_CHUNK(threads, relax_chunk(h, f, f_type, read, from, n))
+    FOR_EACH_CHUNK(threads, relax_chunk(h, f, f_type, read, from, n, left))
 }
 
 /* partial: [2][chunks][LANES], the sums for the change and for the value */
 API void revdeq_relax_norms(const half_step *h, const void *f, int f_type, int threads, const void *read,
                             double *partial) {
     FOR_EACH_CHUNK(threads, relax_norms_chunk(h, f, f_type, read, from, n, partial + chunk * LANES,
-                                              partial + (chunks + chunk) * LANES))
+                                              partial + (chunks + chunk) * LANES, left))
 }
 
 /* adjoint, vjp and other may be NULL: then only the state is inverted; seed may be, too */
 API void revdeq_invert(const half_step *h, const void *f, int f_type, int threads, void *adjoint, const void *vjp,
                        const void *other, void *seed, int seed_type) {
     FOR_EACH_CHUNK(threads,
-                   invert_chunk(h, f, f_type, from, n, adjoint, vjp, other);
+                   invert_chunk(h, f, f_type, from, n, adjoint, vjp, other, left);
                    if (seed)
-                       store_seed(adjoint, h->copy_type, seed, seed_type, from, n))
+                       store_seed(adjoint, h->copy_type, seed, seed_type, from, n, left))
 }
 
 /* worst: [chunks][LANES], the largest errors relative to the state or to the floor */
@@ -175,5 +192,5 @@ API void revdeq_invert_compare(const half_step *h, const void *f, int f_type, in
                    invert_compare_chunk(h, f, f_type, from, n, initial, *floor, adjoint, vjp, other,
                                         worst + chunk * LANES);
                    if (seed)
-                       store_seed(adjoint, h->copy_type, seed, seed_type, from, n))
+                       store_seed(adjoint, h->copy_type, seed, seed_type, from, n, left))
 }

@@ -18,6 +18,7 @@ typedef struct {
     coefficients adjoint;
     double gamma;
     int32_t sign, p, d, fraction_bits, copy_type;
+    examples each;
 } exact_half_step;
 
 typedef struct {
@@ -185,24 +186,6 @@ INLINE void decode_loop(const int32_t *y, void *copy, int64_t n, double unit, en
         store(copy, i, type, type == F64 ? y[i] * unit : (float)y[i] * (float)unit);
 }
 
-INLINE void update_adjoint_loop(void *adjoint, const void *vjp, const void *other, int64_t n, coefficients k,
-                                enum dtype type, const int mix) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++)
-        update_adjoint(adjoint, vjp, other, i, k, type, mix);
-}
-
-CLONES static void adjoint_row(const exact_half_step *h, void *adjoint, const void *vjp, const void *other,
-                               int64_t row, int64_t n) {
-    CONSTANT(C, h->copy_type, {
-        const enum dtype wide = C == F64 ? F64 : F32;
-        if (other)
-            update_adjoint_loop(at(adjoint, row, wide), at(vjp, row, C), at(other, row, wide), n, h->adjoint, C, 1);
-        else
-            update_adjoint_loop(at(adjoint, row, wide), at(vjp, row, C), NULL, n, h->adjoint, C, 0);
-    })
-}
-
 CLONES static int integers(const exact_half_step *h, const void *f, int f_type, const void *read, int64_t row,
                            int32_t *number, int64_t n) {
     int bad = 0;
@@ -246,13 +229,28 @@ INLINE int step_row(const exact_half_step *h, int64_t *state, const void *f, int
         __VA_ARGS__                                                                      \
     }
 
+/* A row that rests: its Y goes to the copy, and R stays where it is. */
+INLINE void rest_row(const exact_half_step *h, int64_t row, int64_t lanes, int32_t *y, int32_t *spill) {
+    const int64_t *state = h->state + row;
+    for (int64_t i = 0; i < lanes; i++) {
+        y[i] = (int32_t)(state[i] >> 32);
+        if (spill)
+            spill[row + i] = (int32_t)(uint32_t)state[i];
+    }
+    CONSTANT(C, h->copy_type, decode_loop(y, at(h->copy, row, C), lanes, unit(h), C))
+}
+
 /* Returns whether an f or a Y did not fit. spill may be NULL, as may change with value. */
 CLONES static int exact_relax_chunk(const exact_half_step *h, const void *f, int f_type, const void *read, int64_t from,
-                                    int64_t n, int32_t *spill, float *change, float *value) {
+                                    int64_t n, int32_t *spill, float *change, float *value, int left) {
     int bad = 0;
     if (change) {
         memset(change, 0, LANES * sizeof *change);
         memset(value, 0, LANES * sizeof *value);
+    }
+    if (left < 1) {
+        FOR_EACH_ROW(rest_row(h, row, lanes, y, spill);)
+        return 0;
     }
     FOR_EACH_ROW(
         int64_t *state = h->state + row, before[LANES];
@@ -279,7 +277,17 @@ INLINE const void *read_before(const exact_half_step *h) { return h->gamma != 1 
 
 /* adjoint, vjp and other may be NULL. With a spill, the remainder before the half-step comes back from there. */
 CLONES static void exact_invert_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from, int64_t n,
-                                      void *adjoint, const void *vjp, const void *other, const int32_t *spill) {
+                                      void *adjoint, const void *vjp, const void *other, const int32_t *spill,
+                                      int left) {
+    const coefficients adjoint_step = of_adjoint(h->adjoint, &h->each, left);
+    if (left < 1) {
+        FOR_EACH_ROW(
+            rest_row(h, row, lanes, y, NULL);
+            if (adjoint)
+                update_adjoint_part(adjoint, vjp, NULL, h->copy_type, row, lanes, adjoint_step);
+        )
+        return;
+    }
     FOR_EACH_ROW(
         int64_t *state = h->state + row;
         step_row(h, state, f, f_type, read_before(h), row, lanes, y, h->copy, back(h));
@@ -287,7 +295,7 @@ CLONES static void exact_invert_chunk(const exact_half_step *h, const void *f, i
             for (int64_t i = 0; i < lanes; i++)
                 state[i] = (int64_t)(((uint64_t)state[i] & ~(uint64_t)LOW) | (uint32_t)spill[row + i]);
         if (adjoint)
-            adjoint_row(h, adjoint, vjp, other, row, lanes);
+            update_adjoint_part(adjoint, vjp, other, h->copy_type, row, lanes, adjoint_step);
     )
 }
 
@@ -308,7 +316,7 @@ CLONES static void exact_compare_chunk(const exact_half_step *h, const void *f, 
             worst[i] = bits > worst[i] ? bits : worst[i];
         }
         if (adjoint)
-            adjoint_row(h, adjoint, vjp, other, row, lanes);
+            update_adjoint_part(adjoint, vjp, other, h->copy_type, row, lanes, h->adjoint);
     )
 }
 
@@ -324,7 +332,7 @@ INLINE void note(int *bad, int bad_here) {
 API int revdeq_exact_relax(const exact_half_step *h, const void *f, int f_type, int threads, const void *read,
                            int32_t *spill) {
     int bad = 0;
-    FOR_EACH_CHUNK(threads, note(&bad, exact_relax_chunk(h, f, f_type, read, from, n, spill, NULL, NULL)))
+    FOR_EACH_CHUNK(threads, note(&bad, exact_relax_chunk(h, f, f_type, read, from, n, spill, NULL, NULL, left)))
     return bad;
 }
 
@@ -333,16 +341,16 @@ API int revdeq_exact_relax_norms(const exact_half_step *h, const void *f, int f_
                                  int32_t *spill, float *partial) {
     int bad = 0;
     FOR_EACH_CHUNK(threads, note(&bad, exact_relax_chunk(h, f, f_type, read, from, n, spill, partial + chunk * LANES,
-                                                         partial + (chunks + chunk) * LANES)))
+                                                         partial + (chunks + chunk) * LANES, left)))
     return bad;
 }
 
 API void revdeq_exact_invert(const exact_half_step *h, const void *f, int f_type, int threads, void *adjoint,
                              const void *vjp, const void *other, const int32_t *spill, void *seed, int seed_type) {
     FOR_EACH_CHUNK(threads,
-                   exact_invert_chunk(h, f, f_type, from, n, adjoint, vjp, other, spill);
+                   exact_invert_chunk(h, f, f_type, from, n, adjoint, vjp, other, spill, left);
                    if (seed)
-                       store_seed(adjoint, h->copy_type, seed, seed_type, from, n))
+                       store_seed(adjoint, h->copy_type, seed, seed_type, from, n, left))
 }
 
 /* worst: [chunks][LANES] */
@@ -353,5 +361,5 @@ API void revdeq_exact_invert_compare(const exact_half_step *h, const void *f, in
                    exact_compare_chunk(h, f, f_type, from, n, initial, *floor, adjoint, vjp, other,
                                        worst + chunk * LANES);
                    if (seed)
-                       store_seed(adjoint, h->copy_type, seed, seed_type, from, n))
+                       store_seed(adjoint, h->copy_type, seed, seed_type, from, n, left))
 }

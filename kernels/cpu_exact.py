@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, get_num_threads
 
 from . import cpu, reference_exact
-from .cpu import CODE, Packed, address, typed
+from .cpu import CODE, Examples, Packed, address, typed
 from .half_step import Linear
 from .radix import Radix
 
@@ -21,6 +21,7 @@ class Bound(ctypes.Structure):  # exact_half_step of cpu_exact.c
         ("adjoint", Packed),
         ("gamma", c_double),
         *((name, c_int32) for name in ("sign", "p", "d", "fraction_bits", "copy_type")),
+        ("each", Examples),
     ]
 
 
@@ -29,7 +30,8 @@ class HalfStep(cpu.InC, reference_exact.HalfStep):
         self, state: Tensor, copy: Tensor, steps: Sequence[Radix], spilled: list[Tensor] | None = None
     ) -> None:
         super().__init__(state, copy, steps, spilled)
-        self._bound = Bound(state.data_ptr(), copy.data_ptr(), state.numel(), copy_type=CODE[copy.dtype])
+        n, code = state.numel(), CODE[copy.dtype]
+        self._bound = Bound(state.data_ptr(), copy.data_ptr(), n, each=Examples(1, n), copy_type=code)
         self._address = ctypes.addressof(self._bound)
         self._step: Radix | None = None
 

@@ -88,8 +88,9 @@ def float32(x: float) -> float:
     return ctypes.c_float(x).value
 
 
-def chunk_count(x: Tensor) -> int:
-    return -(-x.numel() // (ROWS * LANES))
+def chunk_count(x: Tensor, examples: int = 1) -> int:
+    """Of a tensor, or of so many examples that stand in it one after the other: a chunk is of one example."""
+    return examples * -(-x.numel() // (max(examples, 1) * ROWS * LANES))
 
 
 def layout(x: Tensor) -> tuple[int, ...]:
@@ -122,7 +123,14 @@ class HalfStep:
 
     `read` and `other` are looked at only where c is not 0. `step` and `adjoint_step` are objects that are not made
     anew in each call: a backend may keep what it has made of the last one.
+
+    With `each`, the examples of a batch take different numbers of half-steps.
     """
+
+    ends: Tensor | None = None
+    examples: int = 1
+    now: int = 0
+    kept: float = 1.0
 
     def __init__(self, state: Tensor, copy: Tensor) -> None:
         self.state, self.copy = state, copy
@@ -133,6 +141,17 @@ class HalfStep:
     def write_to(self, copy: Tensor) -> None:
         """From now on the copy is another tensor, laid out like the one before."""
         self.copy = copy
+
+    def each(self, ends: Tensor, now: int, kept: float = 1.0) -> None:
+        """The next operation is about half-step `now` of both states, from 0 on, and of the examples of a batch each
+        takes part in `ends` half-steps, an even number of int32. Examples are the first dimension, outermost in memory.
+
+        An example that does not take part rests: its state stays as it is, the copy receives it, and its sums are 0. On
+        the way back, the adjoint of state `now` - 1 decays, by a, where half-step `now` + 1 moved the example, and is
+        multiplied by `kept` elsewhere. It takes of `other` where half-step `now` moved it, and the seed, which must be
+        given, is 0 where half-step `now` - 1 did not. `invert_compare` is about the first two half-steps, which
+        move all examples, and without an adjoint."""
+        self.ends, self.examples, self.now, self.kept = ends, len(ends), now, kept
 
     def in_order(self, x: Tensor) -> Tensor:
         """As the state."""
@@ -146,11 +165,12 @@ class HalfStep:
     def partial_sums(self) -> Tensor:
         """The memory that `relax_norms` writes to and returns: the next call writes to it again."""
         if self._partial is None:
-            self._partial = self.state.new_empty((2, chunk_count(self.state), LANES), dtype=self.sums)
+            chunks = chunk_count(self.state, self.examples)
+            self._partial = self.state.new_empty((2, chunks, LANES), dtype=self.sums)
         return self._partial
 
     def partial_maxima(self) -> Tensor:
-        return self.state.new_empty((chunk_count(self.state), LANES), dtype=torch.int32)
+        return self.state.new_empty((chunk_count(self.state, self.examples), LANES), dtype=torch.int32)
 
     def relax(self, f: Tensor, read: Tensor | None, step: Any) -> None:
         raise NotImplementedError

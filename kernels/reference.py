@@ -16,9 +16,13 @@ next vector-Jacobian product, and it is computed in its own precision, from left
 where `other` is the adjoint of the other state, which the product was seeded with. Where f returns another dtype than
 the adjoint's, `seed` receives the adjoint in that dtype, rounded as the copy is.
 
+Where examples take different numbers of half-steps, those that do not take part in one rest: see `HalfStep.each`.
+
 The last inverse of all arrives at the initial state, which is known. There the result is not stored but
 compared, and how far off it is tells whether the way back can be trusted.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,16 +35,43 @@ def relaxed(state: Tensor, f: Tensor, read: Tensor | None, step: Coefficients) -
     return step.a * state + _moved_by(f, read, step)
 
 
-def relax(state: Tensor, f: Tensor, read: Tensor | None, copy: Tensor, step: Coefficients) -> None:
-    state.copy_(relaxed(state, f, read, step))
+class Taking(NamedTuple):
+    """Which examples take part, as tensors that are broadcast to the state: in this half-step, in the one after it and
+    in the one before, and by what an adjoint is multiplied where it rests."""
+
+    moves: Tensor
+    moves_after: Tensor
+    moved_before: Tensor
+    kept: float
+
+    @property
+    def examples(self) -> int:
+        return len(self.moves)
+
+
+def taking(h: half_step.HalfStep) -> Taking | None:
+    """What `each` says of a half-step."""
+    if h.ends is None:
+        return None
+    left = (h.ends - h.now).view(-1, *[1] * (h.state.dim() - 1))
+    return Taking(left > 0, left > 1, left >= 0, h.kept)
+
+
+def relax(
+    state: Tensor, f: Tensor, read: Tensor | None, copy: Tensor, step: Coefficients, each: Taking | None = None
+) -> None:
+    after = relaxed(state, f, read, step)
+    state.copy_(after if each is None else torch.where(each.moves, after, state))
     copy.copy_(state)
 
 
-def relax_norms(state: Tensor, f: Tensor, read: Tensor | None, copy: Tensor, step: Coefficients) -> Tensor:
+def relax_norms(
+    state: Tensor, f: Tensor, read: Tensor | None, copy: Tensor, step: Coefficients, each: Taking | None = None
+) -> Tensor:
     """`relax`, and the partial sums of the squared change and of the squared new state: [2, chunks, LANES]."""
     before = state.clone()
-    relax(state, f, read, copy, step)
-    return torch.stack([lane_sums((state - before).square()), lane_sums(state.square())])
+    relax(state, f, read, copy, step, each)
+    return torch.stack([lane_sums((state - before).square(), each), lane_sums(state.square(), each)])
 
 
 def previous(state: Tensor, f: Tensor, read: Tensor, step: Coefficients) -> Tensor:
@@ -48,19 +79,31 @@ def previous(state: Tensor, f: Tensor, read: Tensor, step: Coefficients) -> Tens
     return (state - _moved_by(f, read, step)) / a
 
 
-def invert(state: Tensor, f: Tensor, copy: Tensor, step: Coefficients) -> None:
+def invert(state: Tensor, f: Tensor, copy: Tensor, step: Coefficients, each: Taking | None = None) -> None:
     """The copy holds what f read, until it receives the state."""
-    state.copy_(previous(state, f, copy, step))
+    before = previous(state, f, copy, step)
+    state.copy_(before if each is None else torch.where(each.moves, before, state))
     copy.copy_(state)
 
 
 def update_adjoint(
-    adjoint: Tensor, vjp: Tensor, other: Tensor | None, step: Linear, seed: Tensor | None = None
+    adjoint: Tensor,
+    vjp: Tensor,
+    other: Tensor | None,
+    step: Linear,
+    seed: Tensor | None = None,
+    each: Taking | None = None,
 ) -> None:
-    total = step.a * adjoint + step.b * vjp.to(adjoint.dtype)
-    adjoint.copy_(total + step.c * other if step.c and other is not None else total)
+    old = step.a * adjoint
+    if each is not None:
+        old = torch.where(each.moves_after, old, each.kept * adjoint)
+    total = old + step.b * vjp.to(adjoint.dtype)
+    if step.c and other is not None:
+        mixed = total + step.c * other
+        total = mixed if each is None else torch.where(each.moves, mixed, total)
+    adjoint.copy_(total)
     if seed is not None:
-        seed.copy_(adjoint)
+        seed.copy_(total if each is None else torch.where(each.moved_before, total, 0))
 
 
 def lane_ratios(error: Tensor, state: Tensor, floor: Tensor) -> Tensor:
@@ -70,8 +113,8 @@ def lane_ratios(error: Tensor, state: Tensor, floor: Tensor) -> Tensor:
     return _in_rows(ratio.view(torch.int32)).amax(1)
 
 
-def lane_sums(x: Tensor) -> Tensor:
-    rows = _in_rows(x)
+def lane_sums(x: Tensor, each: Taking | None = None) -> Tensor:
+    rows = _in_rows(x) if each is None else _in_rows(torch.where(each.moves, x, 0), each.examples)
     total = rows[:, 0].clone()
     for row in range(1, half_step.ROWS):
         total += rows[:, row]
@@ -83,23 +126,23 @@ def _moved_by(f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
     return moved + step.c * read.double() if step.c and read is not None else moved
 
 
-def _in_rows(x: Tensor) -> Tensor:
-    """x in the order of its memory, filled up with zeros: [chunks, ROWS, LANES]."""
-    flat, chunks = x.as_strided((x.numel(),), (1,)), chunk_count(x)
-    return torch.nn.functional.pad(flat, (0, chunks * half_step.ROWS * LANES - flat.numel())).view(
-        chunks, half_step.ROWS, LANES
-    )
+def _in_rows(x: Tensor, examples: int = 1) -> Tensor:
+    """x in the order of its memory, each example filled up with zeros: [chunks, ROWS, LANES]."""
+    length, chunks = x.numel() // max(examples, 1), chunk_count(x, examples)
+    missing = chunks * half_step.ROWS * LANES // max(examples, 1) - length
+    flat = x.as_strided((examples, length), (length, 1))
+    return torch.nn.functional.pad(flat, (0, missing)).view(chunks, half_step.ROWS, LANES)
 
 
 class HalfStep(half_step.HalfStep):
     def relax(self, f: Tensor, read: Tensor | None, step: Coefficients) -> None:
-        relax(self.state, f, read, self.copy, step)
+        relax(self.state, f, read, self.copy, step, taking(self))
 
     def relax_norms(self, f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
-        return relax_norms(self.state, f, read, self.copy, step)
+        return relax_norms(self.state, f, read, self.copy, step, taking(self))
 
     def invert(self, f: Tensor, step: Coefficients) -> None:
-        invert(self.state, f, self.copy, step)
+        invert(self.state, f, self.copy, step, taking(self))
 
     def invert_adjoint(
         self,
@@ -111,8 +154,9 @@ class HalfStep(half_step.HalfStep):
         adjoint_step: Linear,
         seed: Tensor | None = None,
     ) -> None:
-        invert(self.state, f, self.copy, step)
-        update_adjoint(adjoint, vjp, other, adjoint_step, seed)
+        each = taking(self)
+        invert(self.state, f, self.copy, step, each)
+        update_adjoint(adjoint, vjp, other, adjoint_step, seed, each)
 
     def invert_compare(
         self,

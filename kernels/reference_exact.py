@@ -26,6 +26,7 @@ from torch import Tensor
 from . import half_step, reference
 from .half_step import LANES, Linear
 from .radix import Plan, Radix
+from .reference import Taking, taking
 
 
 def encode(x: Tensor, radix: Radix) -> Tensor:
@@ -53,27 +54,44 @@ def decode(y: Tensor, copy: Tensor, radix: Radix) -> None:
     copy.copy_(y.to(wide) * radix.unit)
 
 
-def relax(state: Tensor, f: Tensor, read: Tensor | None, copy: Tensor, spill: Tensor | None, radix: Radix) -> Tensor:
+def relax(
+    state: Tensor,
+    f: Tensor,
+    read: Tensor | None,
+    copy: Tensor,
+    spill: Tensor | None,
+    radix: Radix,
+    each: Taking | None = None,
+) -> Tensor:
     """Where f or the new state does not fit."""
     s, p, d = radix.sign, radix.p, radix.d
     y, r = _unpacked(state, spill)
     number, bad = integer(mixed(f, read, radix), radix)
     t = s * (p * y + r % p) + radix.weight * number
     y = _floor_divide(t, d)
-    state.copy_((y << 32) | (_floor_divide(r, p) * d + t % d))
-    decode(y, copy, radix)
-    return bad | (y < -(2**31)) | (y >= 2**31)
+    after, bad = (y << 32) | (_floor_divide(r, p) * d + t % d), bad | (y < -(2**31)) | (y >= 2**31)
+    if each is not None:  # an example that rests keeps its remainder
+        after, bad = torch.where(each.moves, after, state), bad & each.moves
+    state.copy_(after)
+    decode(y if each is None else after >> 32, copy, radix)
+    return bad
 
 
 def relax_norms(
-    state: Tensor, f: Tensor, read: Tensor | None, copy: Tensor, spill: Tensor | None, radix: Radix
+    state: Tensor,
+    f: Tensor,
+    read: Tensor | None,
+    copy: Tensor,
+    spill: Tensor | None,
+    radix: Radix,
+    each: Taking | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`relax`, and the partial sums of squares as in reference.py, but in float32."""
     before = state >> 32
-    bad = relax(state, f, read, copy, spill, radix)
+    bad = relax(state, f, read, copy, spill, radix, each)
     after = state >> 32
     squares = [((x.to(torch.float32)) * radix.unit).square() for x in (after - before, after)]
-    return torch.stack([reference.lane_sums(x) for x in squares]), bad
+    return torch.stack([reference.lane_sums(x, each) for x in squares]), bad
 
 
 def previous(state: Tensor, f: Tensor, read: Tensor, spill: Tensor | None, radix: Radix) -> tuple[Tensor, Tensor]:
@@ -86,11 +104,14 @@ def previous(state: Tensor, f: Tensor, read: Tensor, spill: Tensor | None, radix
     return _floor_divide(u, p), r if spill is None else spill.to(torch.int64) & 0xFFFFFFFF
 
 
-def invert(state: Tensor, f: Tensor, copy: Tensor, spill: Tensor | None, radix: Radix) -> None:
+def invert(
+    state: Tensor, f: Tensor, copy: Tensor, spill: Tensor | None, radix: Radix, each: Taking | None = None
+) -> None:
     """The copy holds what f read, until it receives the state."""
     y, r = previous(state, f, copy, spill, radix)
-    state.copy_((y << 32) | r)
-    decode(y, copy, radix)
+    before = (y << 32) | r
+    state.copy_(before if each is None else torch.where(each.moves, before, state))
+    decode(y if each is None else state >> 32, copy, radix)
 
 
 def invert_compare(state: Tensor, f: Tensor, read: Tensor, initial: Tensor, floor: Tensor, radix: Radix) -> Tensor:
@@ -216,10 +237,10 @@ class HalfStep(half_step.HalfStep):
             ) from error
 
     def _relax(self, f: Tensor, read: Tensor | None, spill: Tensor | None, step: Radix) -> None:
-        self._raise_alarm(f, relax(self.state, f, read, self.copy, spill, step))
+        self._raise_alarm(f, relax(self.state, f, read, self.copy, spill, step, taking(self)))
 
     def _relax_norms(self, f: Tensor, read: Tensor | None, spill: Tensor | None, step: Radix) -> Tensor:
-        partial, bad = relax_norms(self.state, f, read, self.copy, spill, step)
+        partial, bad = relax_norms(self.state, f, read, self.copy, spill, step, taking(self))
         self._raise_alarm(f, bad)
         return partial
 
@@ -234,9 +255,10 @@ class HalfStep(half_step.HalfStep):
         adjoint_step: Linear,
         seed: Tensor | None,
     ) -> None:
-        invert(self.state, f, self.copy, spill, step)
+        each = taking(self)
+        invert(self.state, f, self.copy, spill, step, each)
         if adjoint is not None and vjp is not None:
-            reference.update_adjoint(adjoint, vjp, other, adjoint_step, seed)
+            reference.update_adjoint(adjoint, vjp, other, adjoint_step, seed, each)
 
     def invert_compare(
         self,

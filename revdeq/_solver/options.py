@@ -63,6 +63,10 @@ class Options:
         max_steps: The number of steps N, each of which evaluates f twice; with a `tol`, the largest number.
         tol: None takes exactly `max_steps` steps and never waits for the device. With tol > 0 the iteration stops
             after the first step whose relative change, `Solution.change`, is at most tol.
+        per_example: With a `tol`, whether each example of a batch, which is the first dimension of z0, stops by itself:
+            after its own first step whose relative change is at most tol its states stay as they are, and f, which
+            still reads them, moves the others. `Solution.steps` and `Solution.change` then have an entry for each
+            example, and an example's result does not depend on the others, if f treats them independently.
         indexed: Whether f is called as f(z, *args, evaluation=k), with k = 0 ... 2 * max_steps - 1, the same on the way
             back: for modules, embeddings or caches of their own in every evaluation.
         aux: Whether f returns a pair (state, aux). `Solution.aux` is then the sum of the aux of all evaluations, a
@@ -98,6 +102,7 @@ class Options:
     schedule: Any = None
     max_steps: int = 8
     tol: float | None = None
+    per_example: bool = False
     indexed: bool = False
     aux: bool | str = False
     state: str | Exact = "auto"
@@ -109,7 +114,7 @@ class Options:
     def __post_init__(self) -> None:
         _check_pair("beta", self.beta, "gamma", self.gamma)
         object.__setattr__(self, "schedule", _pairs(self.schedule))
-        for name in ("indexed", "aux"):
+        for name in ("per_example", "indexed", "aux"):
             if not isinstance(getattr(self, name), bool) and (name, self.aux) != ("aux", "list"):
                 also = ' or "list"' if name == "aux" else ""
                 raise TypeError(f"{name} = {getattr(self, name)!r} must be True or False{also}")
@@ -124,6 +129,13 @@ class Options:
                 raise ValueError(
                     f"tol = {self.tol!r} must be positive and finite, or None to take exactly max_steps steps"
                 )
+        if self.per_example and self.tol is None:
+            raise ValueError("per_example = True needs a tol, at which an example stops: set tol=1e-3, for example")
+        if self.per_example and self.backward_steps is not None:
+            raise ValueError(
+                f"backward_steps = {self.backward_steps!r} are the last steps of the batch, in which some examples "
+                "rest: with per_example=True leave it out"
+            )
         if self.state not in ("auto", "float64", "exact") and not isinstance(self.state, Exact):
             raise ValueError(
                 f"state = {self.state!r} must be 'auto', 'float64', 'exact' or revdeq.Exact(fraction_bits=...)"

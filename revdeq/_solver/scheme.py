@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _device, kernels
+from ..kernels import reference
 from ..kernels import reference_exact as exact
 from ..kernels.half_step import Coefficients, HalfStep, Linear
 from ..kernels.radix import LARGEST_DENOMINATOR, Plan, Radix
@@ -64,6 +65,10 @@ class Scheme(abc.ABC):
         now, other, after = self.at(k), self.at(k + 1), self.at(k + 2 if k + 2 < count else k)
         return Coefficients(after.a * now.b / after.b, now.b, other.c * now.b / other.b)
 
+    def kept_at(self, k: int, count: int) -> float:
+        """The same, of an example that half-step k + 2 does not move, in the place of a."""
+        return self.at(k).b / self.at(k + 2 if k + 2 < count else k).b
+
     @abc.abstractmethod
     def start(self, initial: Sequence[Tensor], like: State) -> State:
         """The initial state, laid out like `like`."""
@@ -85,9 +90,9 @@ class Scheme(abc.ABC):
         """Allocate what will be put aside in all of the steps that were announced."""
 
     @abc.abstractmethod
-    def look(self, norms: Tensor, half_steps: list[Any], step: int) -> list[float]:
-        """The norms, and an error if a state did not fit in this step: the device is waited for once. More steps than
-        were announced may follow."""
+    def look(self, norms: Tensor, half_steps: list[Any], step: int) -> Tensor:
+        """The norms, on the host, and an error if a state did not fit in this step: the device is waited for once. More
+        steps than were announced may follow."""
 
     @abc.abstractmethod
     def check(self, half_steps: list[Any]) -> None:
@@ -122,8 +127,8 @@ class Float64(Scheme):
     def make_room(self, half_steps: list[HalfStep]) -> None:
         """Nothing is put aside."""
 
-    def look(self, norms: Tensor, half_steps: list[HalfStep], step: int) -> list[float]:
-        return norms.tolist()
+    def look(self, norms: Tensor, half_steps: list[HalfStep], step: int) -> Tensor:
+        return norms.cpu()
 
     def check(self, half_steps: list[HalfStep]) -> None:
         """Every float fits; what is not finite shows in the norms."""
@@ -176,16 +181,16 @@ class Integers(Scheme):
         for half_step in half_steps:
             half_step.make_room()
 
-    def look(self, norms: Tensor, half_steps: list[exact.HalfStep], step: int) -> list[float]:
-        alarms = [h.alarm[step - 1 : step] for h in half_steps]
-        values = torch.cat([norms.view(torch.int32), _worst(alarms)]).cpu()
+    def look(self, norms: Tensor, half_steps: list[exact.HalfStep], step: int) -> Tensor:
+        alarms, count = [h.alarm[step - 1 : step] for h in half_steps], norms.numel()
+        values = torch.cat([norms.flatten().view(torch.int32), _worst(alarms)]).cpu()
         if step == 1:
             settle()  # z0's own alarm has come, too
-        self._judge(values[2:], first_step=step)
+        self._judge(values[count:], first_step=step)
         for i, h in enumerate(half_steps):  # first those of y, then those of z
             if h.done == len(h.plan.steps):  # twice as many in all, and little for solves that end soon
                 h.announce(self._announced(2 * i // len(half_steps), h.done, h.done))
-        return values[:2].view(torch.float32).tolist()
+        return values[:count].view(torch.float32).view(norms.shape)
 
     def check(self, half_steps: list[exact.HalfStep]) -> None:
         report(_worst([h.alarm for h in half_steps]), functools.partial(self._judge, first_step=1))
@@ -235,8 +240,15 @@ def scheme_for(options: Options, initial: Sequence[Tensor]) -> Scheme:
     kernels.backends.say_once_what_is_missing(device, "float64")
     plan = _plan(options)
     if plan.radix is None or (options.state == "auto" and _is_safe(options, plan, initial)):
-        return Float64(plan.step, kernels.half_step_for(device, "float64"), plan.schedule)
-    return Integers(plan.radix, kernels.half_step_for(device, "exact"), plan.radix_schedule)
+        return Float64(plan.step, _half_step(device, "float64", options), plan.schedule)
+    return Integers(plan.radix, _half_step(device, "exact", options), plan.radix_schedule)
+
+
+def _half_step(device: torch.device, state: str, options: Options) -> Any:
+    found = kernels.half_step_for(device, state)
+    if options.per_example and found.__module__.rpartition(".")[2].startswith("gpu"):
+        return (reference if state == "float64" else exact).HalfStep
+    return found
 
 
 class _Plan(NamedTuple):

@@ -20,7 +20,7 @@ from .monitor import Adjoint, Monitor, call_site
 from .options import options_from, with_options
 from .private import has_tangents, is_transformed
 from .scheme import Scheme, rounded_coefficients, scheme_for
-from .state import State, checked_state, checked_y0, structured, versions_of
+from .state import State, checked_batch, checked_state, checked_y0, structured, versions_of
 from .tape import NORM_FLOOR, End, Start, Tape, relative_distance
 from .unchanged import is_compiled
 from .unrolled import has_fakes, is_traced, unrolled
@@ -32,10 +32,11 @@ class Solution:
 
     Attributes:
         z, y: The final states, shaped like z0, in z0's dtype, differentiable. z is the one to use.
-        steps: The number of steps that were taken.
+        steps: The number of steps that were taken; with per_example=True, a tensor with that of each example.
+        nfe: The number of evaluations of f in the forward pass.
         change: The relative change ‖z_N - z_{N-1}‖ / (‖z_N‖ + 1e-5) of the last step, a 0-d tensor without a
-            gradient. Reading it may wait for the device. It is what `tol` is compared with, and not the residual
-            ‖f(z) - z‖ / ‖z‖, which can be several times larger.
+            gradient; with per_example=True, that of each example. Reading it may wait for the device. It is what
+            `tol` is compared with, and not the residual ‖f(z) - z‖ / ‖z‖, which can be several times larger.
         beta, gamma: The coefficients that were used: those asked for, rounded to float32, or with state="auto" and
             "exact" to a fraction.
         state: "float64" or "exact": how y and z were kept.
@@ -55,7 +56,8 @@ class Solution:
 
     z: Any
     y: Any
-    steps: int
+    steps: Any
+    nfe: int
     change: Tensor
     beta: float
     gamma: float
@@ -63,11 +65,6 @@ class Solution:
     adjoint: Adjoint
     aux: Any = None
     carry: "Carry | None" = field(default=None, repr=False, compare=False)
-
-    @property
-    def nfe(self) -> int:
-        """The number of evaluations of f in the forward pass."""
-        return 2 * self.steps
 
     @property
     def gap(self) -> Tensor:
@@ -272,6 +269,8 @@ def _tape(
             raise ValueError("y0 is given beside a solution to go on from, which has its own: leave it out")
         z0, y0, carry = z0.z, z0.y, z0.carry
     initial, spec = checked_state(z0)
+    if options.per_example:
+        checked_batch(initial, spec)
     y = [] if y0 is None else checked_y0(y0, initial, spec)
     scheme = scheme_for(options, initial)
     start = Start(initial, y, None if carry is None else carry.for_(scheme))
@@ -285,12 +284,15 @@ def _tape(
 
 def _solution(tape: Tape, spec: TreeSpec, end: End) -> Solution:
     assert tape.norms is not None
-    change, value = tape.norms.sqrt()
-    scheme = tape.scheme
+    norms, taken, scheme = tape.norms, tape.steps, tape.scheme
+    if tape.ends is not None:
+        norms, taken = norms.to(tape.ends.device), (tape.ends.clamp(max=2 * tape.steps) // 2).to(torch.int64)
+    change, value = norms.sqrt()
     return Solution(
         z=structured(end.z, spec),
         y=structured(end.y, spec),
-        steps=tape.steps,
+        steps=taken,
+        nfe=2 * tape.steps,
         change=change / (value + NORM_FLOOR),
         beta=scheme.beta,
         gamma=scheme.gamma,
@@ -343,7 +345,7 @@ def _solve_traceably(
     keywords: dict[str, Any],
 ) -> Solution:
     """In plain operations: a tracer sees nothing of what a kernel computes."""
-    for name in ("tol", "aux"):
+    for name in ("tol", "per_example", "aux"):
         if keywords.get(name):
             raise ValueError(
                 f"{name} = {keywords[name]!r}: a model that is traced or exported takes a fixed number of steps, and "
@@ -363,6 +365,7 @@ def _solve_traceably(
         z=z,
         y=y,
         steps=max_steps,
+        nfe=2 * max_steps,
         change=change.detach(),
         beta=step.beta,
         gamma=step.gamma,

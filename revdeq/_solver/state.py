@@ -176,6 +176,29 @@ def laid_out_like(outputs: State, state: State) -> State:
     ]
 
 
+def is_batch_outermost(x: Tensor) -> bool:
+    """Whether examples, the first dimension, stand in memory one after the other."""
+    return len(x) < 2 or x.numel() == 0 or x.stride(0) == x.numel() // len(x)
+
+
+def checked_batch(leaves: State, spec: TreeSpec) -> None:
+    """Raises if the tensors of z0 are not about the same examples."""
+    paths = [path for path, _ in tree_flatten_with_path(tree_unflatten(leaves, spec))[0]]
+    sizes = {f"z0{keystr(path)}": tuple(x.shape) for path, x in zip(paths, leaves, strict=True)}
+    for name, shape in sizes.items():
+        if not shape:
+            raise ValueError(
+                f"{name} has no dimension, and with per_example=True the first one is the batch: give it one, or leave "
+                "per_example out"
+            )
+    if len({shape[0] for shape in sizes.values()}) > 1:
+        listed = ", ".join(f"{name} of shape {shape}" for name, shape in sizes.items())
+        raise ValueError(
+            f"the tensors of z0 differ in their first dimension, which with per_example=True is the batch: {listed}; "
+            "give them the same, or leave per_example out"
+        )
+
+
 def dense(grads: Any, like: State) -> State:
     """f need not depend on all of its state, and a gradient may be sparse."""
     return [torch.zeros_like(x) if g is None else g.to_dense() for g, x in zip(grads, like, strict=True)]

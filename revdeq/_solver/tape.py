@@ -32,7 +32,7 @@ from .options import Options
 from .places import Differentiates, Home, Places
 from .private import current_pass, graph_is_kept, is_batched
 from .scheme import Scheme
-from .state import State, laid_out_like, versions_of
+from .state import State, is_batch_outermost, laid_out_like, versions_of
 from .way_back import WayBack, norm
 
 NORM_FLOOR = 1e-5
@@ -79,7 +79,10 @@ class Tape:
     """One solve: forward it steps y and z, and backward it undoes them as autograd asks.
 
     z0, y0: where it starts, without their graph. steps: those that were taken.
-    norms: the squared 2-norms of the last change of z and of z.
+    norms: the squared 2-norms of the last change of z and of z; with steps per example, of the last one of each, and on
+        the host.
+    ends: with steps per example, how many half-steps each takes, int32 on the device. It is the largest number as long
+        as the example moves.
     first: the step where the way back ends, and `end` what f read of z there, if that is not the initial state.
     last: for an implicit gradient, where f depends on anything that needs one.
     adjoint: what is known of the backward pass, once it has run.
@@ -103,6 +106,7 @@ class Tape:
         self.steps = self.first = 0
         self.end: State = []
         self.norms: Tensor | None = None
+        self.ends: Tensor | None = None
         self.last: Last | None = None
         self.adjoint = Adjoint()
         self.half_steps: tuple[list[Any], list[Any]] = ([], [])
@@ -169,6 +173,9 @@ class Tape:
         self._kept.clear()
         self._keep = 0 if self._home is None or self._home.is_within else options.keep
         self._sums = None
+        if options.per_example:
+            self._host_ends = torch.full(self.z0[0].shape[:1], 2 * options.max_steps, dtype=torch.int32, device="cpu")
+            self.ends = self._host_ends.to(self.z0[0].device)
         self._read, self._other = self.z0, self.y0
         self.f.prepare(options.tol is not None)
 
@@ -295,6 +302,8 @@ class Tape:
     def _bind(self, outputs: State) -> None:
         """The half-steps, in the layout of f's outputs."""
         like, has_tolerance = laid_out_like(outputs, self.z0), self.options.tol is not None
+        if self.ends is not None:
+            like = [x if is_batch_outermost(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like]
         announced = min(self.options.max_steps, ANNOUNCED) if has_tolerance else self.options.max_steps
         scheme = self.scheme
         if self._start.carried is not None:
@@ -314,6 +323,8 @@ class Tape:
             copy = torch.empty_like(half_step.copy)
             half_step.write_to(copy)
             copies.append(copy)
+            if self.ends is not None:
+                half_step.each(self.ends, k)
         if norms:
             self.norms = relax_norms(half_steps, outputs, read, step)
         else:
@@ -323,20 +334,44 @@ class Tape:
     def _has_arrived(self) -> bool:
         assert self.norms is not None
         norms = self.scheme.look(self.norms, [*self.half_steps[0], *self.half_steps[1]], self.steps)
-        change = relative_change(*norms)
+        if self.ends is not None:
+            return self._have_arrived(norms)
+        change = relative_change(*norms.tolist())
         if not math.isfinite(change):
-            if not all(x.isfinite().all() for x in (*self.z0, *self.y0)):
-                raise FloatingPointError("z0 is not finite: start from finite numbers")
-            raise FloatingPointError(
-                f"the norm of the state is not finite after step {self.steps} of at most {self.options.max_steps} "
-                f"(beta = {self.scheme.beta:.6g}): f returns NaN or infinity, or the iteration diverges; try a smaller "
-                "beta, or an f that contracts"
-            )
+            raise self._not_finite("the state")
         if self.options.tol is None or change > self.options.tol:
             return False
         if self.monitor is not None:
             self.monitor.judge_gap(relative_distance(self._other, self._read), self.options.tol)
         return True
+
+    def _have_arrived(self, norms: Tensor) -> bool:
+        """Whether all examples have. Those that have now are noted, and rest from now on."""
+        assert self.ends is not None and self.options.tol is not None
+        moved = self._host_ends >= 2 * self.steps
+        self.norms = norms if self.steps == 1 else torch.where(moved, norms, self._last_norms)
+        self._last_norms = self.norms
+        change = relative_changes(self.norms.double())
+        if not change.isfinite().all():
+            raise self._not_finite(f"example {int((~change.isfinite()).nonzero()[0])} of {len(change)}")
+        arrived = moved & (change <= self.options.tol)
+        if arrived.any():
+            self._host_ends[arrived] = 2 * self.steps
+            self.ends.copy_(self._host_ends)
+        if (self._host_ends > 2 * self.steps).any():
+            return False
+        if self.monitor is not None and len(change) and (change <= self.options.tol).all():
+            self.monitor.judge_gap(relative_distances(self._other, self._read).max(), self.options.tol)
+        return True
+
+    def _not_finite(self, what: str) -> FloatingPointError:
+        if not all(x.isfinite().all() for x in (*self.z0, *self.y0)):
+            return FloatingPointError("z0 is not finite: start from finite numbers")
+        return FloatingPointError(
+            f"the norm of {what} is not finite after step {self.steps} of at most {self.options.max_steps} "
+            f"(beta = {self.scheme.beta:.6g}): f returns NaN or infinity, or the iteration diverges; try a smaller "
+            "beta, or an f that contracts"
+        )
 
     def _ended(self) -> End:
         """Gradients by the last y and z come in here."""
@@ -451,11 +486,28 @@ def relax(half_steps: list[Any], outputs: Sequence[Tensor], read: State, step: A
 def relax_norms(half_steps: list[Any], outputs: Sequence[Tensor], read: State, step: Any) -> Tensor:
     """The squared 2-norms of the change and of the new state, of all leaves."""
     partial = [h.relax_norms(out, x, step) for h, out, x in zip(half_steps, outputs, read, strict=True)]
-    return functools.reduce(torch.add, [x.sum((1, 2)) for x in partial])
+    if half_steps[0].ends is None:
+        return functools.reduce(torch.add, [x.sum((1, 2)) for x in partial])
+    examples = half_steps[0].examples
+    sums = [x.view(2, examples, x[0].numel() // max(examples, 1)).sum(-1) for x in partial]
+    return functools.reduce(torch.add, sums)
 
 
 def relative_change(change: float, value: float) -> float:
     return math.sqrt(change) / (math.sqrt(value) + NORM_FLOOR)
+
+
+def relative_changes(norms: Tensor) -> Tensor:
+    """The same of squared norms in a tensor, with a first dimension of 2."""
+    change, value = norms.sqrt()
+    return change / (value + NORM_FLOOR)
+
+
+def relative_distances(y: Sequence[Tensor], z: Sequence[Tensor]) -> Tensor:
+    """‖y - z‖ / (‖z‖ + 1e-5) of each example."""
+    pairs = [(a.detach().double().flatten(1), b.detach().double().flatten(1)) for a, b in zip(y, z, strict=True)]
+    sums = [torch.stack([(a - b).square().sum(1), b.square().sum(1)]) for a, b in pairs]
+    return relative_changes(functools.reduce(torch.add, sums))
 
 
 def relative_distance(y: Sequence[Tensor], z: Sequence[Tensor]) -> Tensor:

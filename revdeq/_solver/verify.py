@@ -119,7 +119,7 @@ def verify(
         initial = _requiring_grad(z0)
         settings = {**options, "check": None, "keep": 0, "backward_steps": None}
         solution = solve(recorder, initial, *args, kwargs=kwargs, **settings)
-        recorder.turn_back(solution.nfe, f"beta = {solution.beta:.6g}, {solution.steps} steps")
+        recorder.turn_back(solution.nfe, f"beta = {solution.beta:.6g}, {solution.nfe // 2} steps")
         leaves = tree_leaves(solution.z)
         random = torch.Generator().manual_seed(0)  # the sum of what a norm returns, say, has no gradient
         seeds = [torch.randn(x.shape, generator=random).to(x) for x in leaves]

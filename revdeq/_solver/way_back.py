@@ -45,6 +45,8 @@ class WayBack:
         else:
             increment_version(saved)  # no solve can go on from there
         size, count = len(tape.z0), 2 * tape.steps
+        # With steps per example: those that still move when others are looked at end here.
+        self._ends = None if tape.ends is None else tape.ends.clamp(max=count)
         rest = iter(saved[2 * size :])
         counts = [self._scheme.spills(which, tape.steps) for which in (0, 1)] if len(saved) > 2 * size else [0, 0]
         spilled = [list(itertools.islice(rest, counts[i // size])) for i in range(2 * size)]
@@ -61,9 +63,10 @@ class WayBack:
         self._size: Tensor | None = None  # of the gradient that came in
         if grads is not None:
             by_y, by_z = self._scheme.at(count - 2), self._scheme.at(count - 1)
-            # The first pass that adds to y's adjoint must find it divided by a.
+            # The first pass that adds to y's adjoint must find it divided by a, by which no example decays that rests.
+            factor = by_y.b / by_y.a if self._ends is None else by_y.b
             self.adjoint = (
-                [scaled(g, by_y.b / by_y.a, x) for g, x in zip(grads[:size], self._read, strict=True)],
+                [scaled(g, factor, x) for g, x in zip(grads[:size], self._read, strict=True)],
                 [scaled(g, by_z.b, x) for g, x in zip(grads[size:], self._read, strict=True)],
             )
             if tape.monitor is not None and any(g is not None for g in grads):
@@ -93,7 +96,7 @@ class WayBack:
             self._evaluate(home)
         if k == 2 * self._tape.first:
             self._arrive()
-        return self._seeded(k % 2)
+        return self._seeded(k)
 
     def reach(self, home: Home, k: int) -> None:
         """Evaluation k is needed: its tensors are there then."""
@@ -114,6 +117,8 @@ class WayBack:
                 self._evaluate(home)
             k = self.at - 1
             for half_step, out in zip(self._half_steps[k % 2], self._apart(), strict=True):
+                if self._ends is not None:
+                    half_step.each(self._ends, k)
                 half_step.invert(out, self._scheme.at(k))
             self._leave()
 
@@ -136,11 +141,16 @@ class WayBack:
         products = dense(grads, self._read)
         outputs, mine = self._apart(), adjoint[1 - k % 2]
         rows = zip(self._half_steps[k % 2], outputs, mine, products, adjoint[k % 2], strict=True)
-        # Where f computes in another dtype than adjoints are kept in, the same pass writes the next seed.
+        # Where f computes in another dtype than adjoints are kept in, the same pass writes the next seed. So it does
+        # with steps per example: an example that rests is no seed.
         self._ready = [
-            torch.empty_like(a, dtype=out.dtype) if out.dtype != a.dtype else None
+            torch.empty_like(a, dtype=out.dtype) if out.dtype != a.dtype or self._ends is not None else None
             for a, out in zip(mine, outputs, strict=True)
         ]
+        if self._ends is not None:
+            kept = self._scheme.kept_at(k - 1, 2 * tape.steps)
+            for half_step in self._half_steps[k % 2]:
+                half_step.each(self._ends, k, kept)
         if tape.learns:
             self._note_slopes(k, self._read, sign=1)
         if k > 1 or not self._sizes:
@@ -149,7 +159,12 @@ class WayBack:
         else:
             known = zip(rows, tape.z0, self._sizes, self._ready, strict=True)
             for (half_step, out, *of_adjoint), x, size, seed in known:
-                self._maxima.append(half_step.invert_compare(out, x, size, *of_adjoint, step, adjoint_step, seed))
+                steps = step, adjoint_step
+                if self._ends is None:
+                    self._maxima.append(half_step.invert_compare(out, x, size, *of_adjoint, *steps, seed))
+                else:
+                    self._maxima.append(half_step.invert_compare(out, x, size, None, None, None, *steps))
+                    reference.update_adjoint(*of_adjoint, adjoint_step, seed, reference.taking(half_step))
         if k == 1:  # the initial state is known: use it, not its reconstruction
             for x, initial in zip(self._read, tape.z0, strict=True):
                 x.copy_(initial)
@@ -161,13 +176,19 @@ class WayBack:
         """Of the loss by b_k and c_k, where x_k = (1 - b_k - c_k) x_{k-2} + b_k f + c_k x_{k-1}: the products of the
         adjoint of x_k with f - x_{k-2} and with x_{k-1} - x_{k-2}. Takes first x_{k-1}, then x_{k-2}."""
         assert self.adjoint is not None and self._outputs is not None
-        by_x = inner(self.adjoint[k % 2], x)
+        adjoint = self.adjoint[k % 2] if self._ends is None else [self._moved(a, k) for a in self.adjoint[k % 2]]
+        by_x = inner(adjoint, x)
         if sign > 0:
-            self._slopes[k] = inner(self.adjoint[k % 2], self._outputs), by_x
+            self._slopes[k] = inner(adjoint, self._outputs), by_x
         else:
             by_b, by_c = self._slopes[k]
             b = self._scheme.at(k).b
             self._slopes[k] = (by_b - by_x) / b, (by_c - by_x) / b
+
+    def _moved(self, adjoint: Tensor, k: int) -> Tensor:
+        """Of the examples that half-step k moved, and 0 elsewhere."""
+        assert self._ends is not None
+        return torch.where((self._ends > k).view(-1, *[1] * (adjoint.dim() - 1)), adjoint, 0)
 
     def by_coefficients(self) -> Tensor | None:
         """The gradient by (beta, gamma) of every half-step of the schedule: b = beta gamma, c = beta (1 - gamma)."""
@@ -265,7 +286,8 @@ class WayBack:
         if self._size is not None and self.adjoint is not None:
             y, z = (norm(x) / self._scheme.at(2 * tape.first + i).b for i, x in enumerate(self.adjoint))
             norms = tape.adjoint.norms = torch.stack([self._size, torch.hypot(y, z)])
-        tape.monitor.judge(self._maxima, tape.norms, self._seen, norms)
+        of_z = tape.norms if self._ends is None else tape.norms.sum(1).to(self._ends.device)
+        tape.monitor.judge(self._maxima, of_z, self._seen, norms)
 
     def initial_grads(self, grads: Sequence[Tensor | None], apart: bool) -> tuple[State, State]:
         """By z0 and by y0, or if they are not `apart`, their sum. Takes the product of the first evaluation."""
@@ -281,20 +303,23 @@ class WayBack:
                 by_y0.append((a * by_y / second.b).to(x.dtype))
         return by_z0, by_y0
 
-    def _seeded(self, which: int) -> Sequence[Tensor | None]:
+    def _seeded(self, k: int) -> Sequence[Tensor | None]:
         """The adjoints themselves are the seeds. A hook or a custom function in f that changes its gradient in place
         would change them: after the first product it is known whether that happens."""
         assert self._outputs is not None
         if self.adjoint is None:
             return [None] * len(self._outputs)
-        adjoint = self.adjoint[which]
+        adjoint = self.adjoint[k % 2]
         copy, ready = not self._spares_seeds, self._ready or [None] * len(adjoint)
+        self._ready = []
+        if self._ends is not None:
+            adjoint, copy = [self._moved(a, k) if s is None else a for a, s in zip(adjoint, ready, strict=True)], False
         seeds = [
             a.to(out.dtype, copy=copy) if seed is None or seed.dtype != out.dtype else seed
             for a, out, seed in zip(adjoint, self._outputs, ready, strict=True)
         ]
-        self._ready = []
-        self._seeds = [(x, x._version, a) for x, a in zip(seeds, adjoint, strict=True)]
+        if self._ends is None:
+            self._seeds = [(x, x._version, a) for x, a in zip(seeds, adjoint, strict=True)]
         return seeds
 
     def _look_at_seeds(self) -> None:
