@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import kernels
 from .call import AsBefore
 from .context import OnceMore
+from .places import Filling
 from .private import graph_is_kept
 from .state import State, dense
 from .tape import Tape, backward, refuse_other_derivatives, relax, relax_norms
@@ -64,7 +65,7 @@ class Implicit(torch.autograd.Function):
 def _evaluated_again(ctx: Any, read: State) -> State:
     f = ctx.tape.f
     while True:
-        with contextlib.suppress(OnceMore), AsBefore(f, []), ctx.tape.places.filling(ctx.home, ctx.k):
+        with contextlib.suppress(OnceMore), AsBefore(f, []), Filling(ctx.tape.places, ctx.home, ctx.k):
             leaves = [x.clone().requires_grad_() for x in read]
             return [x.detach() for x in f([no_leaf(x) for x in leaves] if f.changes_its_input else leaves, ctx.k)]
 

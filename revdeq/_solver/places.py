@@ -273,10 +273,6 @@ class Places:
         shape, dtype, device = self._shapes[k][i]
         return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
-    def filling(self, home: Home, k: int) -> "Filling":
-        """Around evaluation k when it is repeated."""
-        return Filling(self, home, k)
-
     def fill(self, k: int, filled: Filled) -> None:
         """The places of evaluation k, if it is the one that it was."""
         if len(filled.tensors) != self._counts[k]:
@@ -286,9 +282,6 @@ class Places:
         self.filled[k] = filled
         if filled.versions is None:
             self.now = self._begins[k], filled.tensors
-
-    def begin_of(self, k: int) -> int:
-        return self._begins[k]
 
     def _compare_leaves(self, tensors: list[Any]) -> None:
         """f may make a leaf itself, but its numbers must be the same, which is asked where a look does not wait for the
@@ -309,7 +302,7 @@ class Filling:
     __slots__ = ("_begin", "_filled", "_k", "_places", "_within")
 
     def __init__(self, places: Places, home: Home, k: int) -> None:
-        self._places, self._k, self._begin = places, k, places.begin_of(k)
+        self._places, self._k, self._begin = places, k, places._begins[k]
         self._filled = Filled([] if places.needs_versions else None)
         if places.needs_versions:
             self._within = Within(home, self._pack, home.unpack, self._hold)

@@ -17,7 +17,7 @@ from ..kernels.half_step import Coefficients
 from .call import AsBefore
 from .context import OnceMore
 from .monitor import apart, typical_magnitude
-from .places import Differentiates, Home
+from .places import Differentiates, Filling, Home
 from .private import current_pass
 from .state import State, dense
 
@@ -241,7 +241,7 @@ class WayBack:
             if f.changes_its_input or k == 0:
                 read = [x.clone() for x in read]
             leaves = [x.detach().requires_grad_() for x in read]
-            with as_before, places.filling(home, k):
+            with as_before, Filling(places, home, k):
                 return [x.detach() for x in f([no_leaf(x) for x in leaves] if f.changes_its_input else leaves, k)]
 
         while True:
