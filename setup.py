@@ -1,6 +1,6 @@
-"""Packages `kernels/` as `revdeq.kernels`, and compiles its C kernel where there is a compiler.
+"""Packages `kernels/` as `revdeq.kernels`, and compiles its C kernels if there is a compiler.
 
-torch is not imported: a build in isolation has none, and the C kernel does not depend on it.
+torch is not imported: an isolated build does not have it, and the C kernels do not need it.
 """
 
 import re
@@ -17,21 +17,21 @@ PACKAGES = ("_solver", "cli", "examples", "models", "training", "training.data")
 
 
 def remove_libraries(folder):
-    """What an earlier build left would be used if this one fails, or be found before what it builds."""
+    """Remove libraries of earlier builds, which would otherwise be loaded if this build fails."""
     for library in (*folder.glob("_cpu.*so"), *folder.glob("_cpu.*pyd")):
         library.unlink()
 
 
 class BuildKernel(build_ext):
-    """The C kernel is a plain shared library, not a Python module: ctypes loads it."""
+    """The C kernels are a plain shared library, loaded by ctypes, not a Python module."""
 
     def build_extension(self, ext):
         remove_libraries(Path(self.get_ext_fullpath(ext.name)).parent)
         if self.compiler.compiler_type == "msvc":
-            ext.extra_compile_args = ["/std:c11", "/O2", "/fp:precise"]  # _Pragma is of C11
+            ext.extra_compile_args = ["/std:c11", "/O2", "/fp:precise"]  # _Pragma needs C11
             super().build_extension(ext)
             return
-        # Contraction into multiply-adds would change the bits.
+        # Fused multiply-adds would change the bits.
         flags = [
             "-std=c11",
             "-O2",
@@ -42,7 +42,7 @@ class BuildKernel(build_ext):
             "-fno-trapping-math",
             "-fvisibility=hidden",
         ]
-        # Only on Linux does torch's wheel share its OpenMP runtime under the name the compiler links.
+        # Only on Linux does torch's wheel have its OpenMP runtime under the name that the compiler links.
         attempts = [["-fopenmp"], ["-fopenmp-simd"], []] if sys.platform == "linux" else [["-fopenmp-simd"], []]
         for openmp in attempts:
             ext.extra_compile_args, ext.extra_link_args = flags + openmp, openmp
@@ -65,7 +65,7 @@ setup(
     name="revdeq",
     version=re.search(r'__version__ = "(.+)"', (ROOT / "revdeq/__init__.py").read_text()).group(1),
     description="Reversible deep equilibrium models: exact gradients in constant memory",
-    # Pictures and links by relative paths are of use in the repository only.
+    # Relative links work in the repository only.
     long_description=re.sub(
         r"<picture>.*?</picture>\n*", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S
     ),
@@ -97,7 +97,7 @@ setup(
     packages=["revdeq", "revdeq.kernels", *(f"revdeq.{name}" for name in PACKAGES)],
     package_dir={"revdeq": "revdeq", "revdeq.kernels": "kernels"},
     package_data={"revdeq": ["py.typed"], "revdeq.examples": ["*.ipynb"], "revdeq.kernels": ["*.c", "*.h"]},
-    # It calls nothing of Python's, so one library, and one wheel, is for all versions.
+    # The library does not use Python's API, so one wheel serves all versions of Python.
     ext_modules=[
         Extension("revdeq.kernels._cpu", SOURCES, depends=["kernels/common.h"], optional=True, py_limited_api=True)
     ],

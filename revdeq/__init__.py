@@ -6,10 +6,10 @@ from typing import Any as _Any
 
 import torch as _torch
 
-if tuple(map(int, _torch.__version__.split(".")[:2])) < (2, 10):  # before anything asks an old one for what it lacks
+if tuple(map(int, _torch.__version__.split(".")[:2])) < (2, 10):  # before anything fails with an obscure error
     raise ImportError(f"revdeq needs torch 2.10 or later, this is {_torch.__version__}: pip install 'torch>=2.10'")
 
-# Where the repository itself is imported, and not an installation, the kernels lie beside this folder.
+# If the repository is imported without installation, the kernels are in the folder beside this one.
 if not (_Path(__file__).parent / "kernels").exists():
     __path__.append(str(_Path(__file__).parent.parent))
 
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 _LAZY = ("baselines", "models", "training")
-"""Modules that are imported when they are first asked for."""
+"""Modules that are imported on first use."""
 
 
 def __getattr__(name: str) -> _Any:

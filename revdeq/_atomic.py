@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic writes."""
 
 import contextlib
 import os
@@ -9,9 +9,9 @@ from typing import IO
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to, which takes the place of `path` when all of it is on the disk.
+    """A temporary file that replaces `path` once it is completely on disk.
 
-    Whatever happens before, a crash or a full disk, leaves `path` as it was.
+    After a crash or a full disk, `path` is unchanged.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -23,7 +23,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    if os.name == "posix":  # the new name, too, has to reach the disk
+    if os.name == "posix":  # sync the directory entry, too
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

@@ -1,5 +1,5 @@
-"""The same iteration by other means, to compare with: plain autograd, which stores the graph of every
-evaluation of f, and `torch.utils.checkpoint`, which stores the input of every evaluation."""
+"""The same iteration for comparison: with plain autograd, which stores the graph of every evaluation of f, and with
+`torch.utils.checkpoint`, which stores the input of every evaluation."""
 
 import functools
 from collections.abc import Callable
@@ -24,12 +24,12 @@ def stored_graph(
     max_steps: int = 8,
     schedule: Any = None,
 ) -> Any:
-    """What `revdeq.solve(...).z` computes with a float64 state, bit for bit, differentiated by plain autograd.
+    """The same bits as `revdeq.solve(...).z` with a float64 state, differentiated by plain autograd.
 
     Memory grows with `max_steps`: the graph of every evaluation is stored.
 
     Args:
-        f: As for `revdeq.solve`, but it is called as it is: dropout draws a new mask in every evaluation.
+        f: As for `revdeq.solve`, except that dropout draws a new mask in every evaluation.
         z0: As for `revdeq.solve`.
         args: As for `revdeq.solve`.
         beta: As for `revdeq.solve`.
@@ -57,8 +57,8 @@ def checkpointed(
     max_steps: int = 8,
     schedule: Any = None,
 ) -> Any:
-    """What `stored_graph` computes, with `torch.utils.checkpoint` around every half-step: only its states are stored,
-    and it is computed again in the backward pass.
+    """The same as `stored_graph`, with `torch.utils.checkpoint` around every half-step: only the states are stored, and
+    the backward pass computes the rest again.
 
     Args:
         f: As for `stored_graph`.
@@ -82,7 +82,7 @@ def checkpointed(
 
 
 def _coefficients(beta: float, gamma: float, max_steps: int, schedule: Any) -> list[Coefficients]:
-    """Of every half-step, as a float64 state has them."""
+    """The coefficients of every half-step, as rounded for a float64 state."""
     options = options_from({"beta": beta, "gamma": gamma, "schedule": schedule, "state": "float64"})
     step, first = rounded_coefficients(options)
     return [*first, *[step] * (2 * max_steps)][: 2 * max_steps]

@@ -43,13 +43,13 @@ from ._solver.unchanged import modules_of
 SETTINGS: dict[str, Any] = {
     option.name: option.default for option in dataclasses.fields(Options) if option.name not in ("max_steps", "tol")
 }
-"""What `revdeq.solve` takes beside the number of steps and the tolerance, which have names of torchdeq's."""
+"""Settings of `revdeq.solve`, except max_steps and tol, which have other names in torchdeq."""
 
 USED = (
     "core", "f_max_iter", "f_tol", "eval_factor", "eval_f_max_iter", "no_stat",
     "n_states", "indexing", "grad", "sup_gap", "sup_loc",
 )  # fmt: skip
-"""Settings of torchdeq's that mean something to this core."""
+"""Settings of torchdeq that this core uses."""
 
 MEANINGLESS = {
     "f_solver": "fixed_point_iter",
@@ -62,10 +62,10 @@ MEANINGLESS = {
     "hook_ift": False,
     "tau": 1.0,
 }
-"""Settings, with torchdeq's defaults, that tune another solver or an approximation to the gradient."""
+"""Settings, with torchdeq's defaults, that tune other solvers or an approximate gradient; ignored here."""
 
 ELSEWHERE = ("norm_", "sn_", "jac_", "sradius_mode")
-"""Beginnings of settings that other parts of torchdeq read from the same configuration."""
+"""Prefixes of settings that other parts of torchdeq read from the same configuration."""
 
 WORDS = {
     r"\bz0\b": "z_init",
@@ -75,9 +75,9 @@ WORDS = {
     r"\btol\b": "f_tol",
     r" \(which a layer makes .*\)": "",
 }
-"""What messages of `revdeq.solve` call things, and what torchdeq calls them."""
+"""Translates messages of `revdeq.solve` into torchdeq's terms."""
 
-F_MAX_ITER = "f_max_iter, which counts evaluations of f, two to a step"
+F_MAX_ITER = "f_max_iter, which counts evaluations of f, two per step"
 
 __all__ = ["DEQReversible", "add_args"]
 
@@ -85,10 +85,10 @@ log = logging.getLogger(__name__)
 
 
 def add_args(parser: argparse.ArgumentParser) -> None:
-    """Add flags for the settings of `revdeq.solve`, beside those of `torchdeq.utils.add_deq_args`.
+    """Add flags for the settings of `revdeq.solve` to those of `torchdeq.utils.add_deq_args`.
 
-    They begin with rev_, because a program may have a --check or a --gamma of its own, and torchdeq does: its gamma is
-    the weight of earlier states in `torchdeq.loss.fp_correction`.
+    They start with rev_, because programs may have their own --check or --gamma. torchdeq's gamma is the weight of
+    earlier states in `torchdeq.loss.fp_correction`.
 
     Args:
         parser: The program's parser.
@@ -115,31 +115,30 @@ def _value(text: str) -> Any:
 
 
 class DEQReversible(DEQBase):
-    """A torchdeq core whose gradient is that of the iteration itself (see `revdeq.solve`).
+    """A torchdeq core with the exact gradient of its iteration (see `revdeq.solve`).
 
-    It is made by `torchdeq.get_deq(core="reversible", ...)`, which takes these settings by name, or in `args`:
+    Create it with `torchdeq.get_deq(core="reversible", ...)`, which takes these settings by name, or in `args`:
 
-    - f_max_iter: The number of evaluations of f, two to a step: an odd number is rounded up. With 0 the solver is
-      skipped, and what is left is what torchdeq does then: in training, the evaluations of `grad`, if that is given;
-      otherwise z_init is returned as it is.
-    - f_tol: Stop after the first step whose relative change is at most this. None, 0 or nothing: make all evaluations.
+    - f_max_iter: The number of evaluations of f, two per step; an odd number is rounded up. 0 skips the solver, as in
+      torchdeq: in training only the evaluations of `grad`, if given, are made, and otherwise z_init is returned.
+    - f_tol: Stop after the first step whose relative change is at most this. By default, or with 0 or None, all
+      evaluations are made.
     - eval_factor, eval_f_max_iter: As in torchdeq.
     - n_states, indexing: In training, also return the states after these evaluations, as torchdeq counts them. The
-      gradient goes through all of them. The solver starts anew at each, from y = z, as in torchdeq's core "sliced",
-      which brings it nearer to the fixed point; memory grows with their number.
-    - grad, sup_gap, sup_loc: In training, also return the states that torchdeq would take out of its last `grad`
+      gradient goes through all of them. As in torchdeq's core "sliced", the solver restarts at each, from y = z, which
+      converges faster; memory grows with their number.
+    - grad, sup_gap, sup_loc: In training, also return the states that torchdeq would return from its last `grad`
       evaluations.
-    - no_stat: Leave out the statistics, which cost one more evaluation of f; f_solver="simple_fixed_point_iter" does
-      so, too.
-    - beta, state, check and whatever else `revdeq.solve` takes by name.
+    - no_stat: Skip the statistics, which cost one more evaluation of f; f_solver="simple_fixed_point_iter" does so,
+    too. - beta, state, check and all other options of `revdeq.solve`, by name.
 
     Args:
         args: A configuration of torchdeq: a Namespace, a dict or a DEQConfig.
         kwargs: Settings by name.
 
     Raises:
-        TypeError: A keyword looks like a setting that is misspelt.
-        ValueError: A setting has a value that it cannot have.
+        TypeError: A keyword looks like a misspelled setting.
+        ValueError: A setting has an invalid value.
 
     Example:
         >>> import torchdeq
@@ -149,13 +148,13 @@ class DEQReversible(DEQBase):
         >>> int(info["nstep"].max())
         8
 
-    A Namespace, which may be that of a whole program, is read for these names and for no others. Settings of
-    `revdeq.solve` are also found there with rev_ before their name (`add_args`), which comes first; gamma only so,
-    because it is torchdeq's without. A plain name with a value that means nothing here is taken to be the program's.
+    From a Namespace, which may be that of a whole program, only these names are read. Settings of `revdeq.solve` may
+    have the prefix rev_ (`add_args`), which takes precedence; gamma needs it, because torchdeq has a gamma. A name
+    without prefix whose value is not valid here is assumed to be the program's own.
     """
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
-        # get_deq writes what it is called with into the configuration, and only its frame still knows what that was.
+        # get_deq merges its arguments into the configuration; only its frame still has them separately.
         caller = sys._getframe(1)
         named = caller.f_locals["kwargs"] if caller.f_code is torchdeq.core.get_deq.__code__ else kwargs
         config = {**DEQConfig(args).config, **kwargs}
@@ -190,17 +189,17 @@ class DEQReversible(DEQBase):
         """Solve z = func(z) from z_init by the reversible iteration.
 
         Args:
-            func: A function that takes the state, or as many tensors as z_init has, and returns as many.
+            func: A function of the state, or of as many tensors as z_init has, that returns as many.
             z_init: A tensor, or a tuple or list of tensors.
-            solver_kwargs: For this call, f_max_iter, tol and settings of `revdeq.solve`. What tunes another solver
-                (tau, m, lam) is ignored, and so is beta = 1, which is Anderson's default and no beta of this one.
-            sradius_mode: In evaluation, put the spectral radius of func's Jacobian in the statistics.
-            backward_writer: Ignored. There is no backward solver to write about.
+            solver_kwargs: f_max_iter, tol and settings of `revdeq.solve` for this call. Settings of other solvers (tau,
+                m, lam) are ignored, and so is beta = 1, Anderson's default, which is not a valid beta here.
+            sradius_mode: In evaluation, add the spectral radius of func's Jacobian to the statistics.
+            backward_writer: Ignored: there is no backward solver.
             kwargs: Ignored.
 
         Returns:
-            The states, of which the last is the fixed point, with their gradient (in evaluation that one alone), and
-            the statistics of the solver, whose nstep counts evaluations of func.
+            The states, of which the last is the fixed point (in evaluation, that one only), and the statistics of the
+            solver, whose nstep counts evaluations of func.
         """
         several = isinstance(z_init, (tuple, list))
         if not several and not isinstance(z_init, Tensor):
@@ -246,7 +245,7 @@ class DEQReversible(DEQBase):
         return [list(z) if several else z for z in states], info
 
     def _ends(self, f_max_iter: Any) -> list[int]:
-        """The steps after which a state is asked for. The last is the last of all."""
+        """The steps whose states are returned, including the last step."""
         if not self.training:
             return [_steps(f_max_iter, "eval_f_max_iter")]
         if _steps(f_max_iter, "f_max_iter") == 0 and self.grad:
@@ -270,8 +269,8 @@ class DEQReversible(DEQBase):
     def _statistics(self, f: Callable[..., Any], z: Any, nfe: int) -> SolverStat:
         if self.no_stat:
             return SolverStat(nstep=torch.tensor([float(nfe)]))
-        # With the graph, if there is one: an f that registers hooks (hook_ift) needs it.
-        # And of a copy, which f may change in place.
+        # With grad mode as it is: an f that registers hooks (hook_ift) needs a graph.
+        # On a copy, because f may modify its input in place.
         copy = tuple(x.detach().clone() for x in z) if isinstance(z, tuple) else z.detach().clone()
         return SolverStat.from_final_step(_by_sample(z).detach(), _by_sample(f(copy)).detach(), nfe)
 
@@ -284,12 +283,12 @@ def _solved(
     settings: dict[str, Any],
     draw: list[Tensor | None],
 ) -> tuple[list[Any], int]:
-    """The states after these steps, and the evaluations that it took."""
+    """The states after these steps, and the number of evaluations."""
     leaf = z[0] if isinstance(z, tuple) else z
     states, steps, nfe, arrived = {0: z}, 0, 0, False
     for end in sorted(set(ends)):
         if end > steps and not arrived:
-            if nfe:  # all of them see the same random draw
+            if nfe:  # all solves use the same random numbers
                 _device.set_generator_states(leaf.device, draw)
             solution = solve(f, z, max_steps=end - steps, tol=tol, **settings)
             z, nfe = solution.z, nfe + solution.nfe
@@ -301,7 +300,7 @@ def _solved(
 
 @contextlib.contextmanager
 def _in_torchdeqs_words() -> Iterator[None]:
-    """Around a solve: its own errors, not those of func, speak of z_init and f_max_iter."""
+    """Context manager: translates errors of the solver, but not those of func, into torchdeq's terms."""
     try:
         yield
     except Exception as error:
@@ -320,12 +319,12 @@ def _refuse_hooks(modules: list[nn.Module]) -> None:
         if isinstance(module, DEQBase) and not isinstance(module, DEQReversible) and module.args.get("hook_ift"):
             raise RuntimeError(
                 "func contains a core of torchdeq's with hook_ift=True, whose hook keeps the graph of every evaluation "
-                "of func alive: use ift=True there, which has the same gradient"
+                "of func alive: use ift=True there, which computes the same gradient"
             )
 
 
 def _computed(modules: list[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
-    """What `torchdeq.reset_deq` computes anew before each forward pass: normalised weights and dropout masks."""
+    """The tensors that `torchdeq.reset_deq` recomputes before each forward pass: normalized weights, dropout masks."""
     weights = [
         (module, name) for module in modules for name in getattr(getattr(module, "_deq_norm", None), "names", ())
     ]
@@ -335,7 +334,7 @@ def _computed(modules: list[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
 
 @contextlib.contextmanager
 def _remembered(memory: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
-    """Around an evaluation in the backward pass: what there was in the forward pass is there again."""
+    """Context manager for evaluations in the backward pass: restores those tensors of the forward pass."""
     changed = [(module, name, getattr(module, name)) for module, name, x in memory if getattr(module, name) is not x]
     if not changed:
         yield
@@ -351,7 +350,7 @@ def _remembered(memory: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _drawing(device: torch.device, states: list[Tensor | None]) -> Iterator[None]:
-    """Within, f sees the random draw of the solve; afterwards, the generators are where the solve left them."""
+    """Context manager: f sees the random numbers of the solve; the generators are restored afterwards."""
     after = _device.generator_states(device)
     _device.set_generator_states(device, states)
     try:
@@ -390,7 +389,7 @@ def _tolerance(f_tol: Any) -> float | None:
 
 
 def _settings(config: dict[str, Any], named: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The settings of `revdeq.solve`, and the names that are the program's own."""
+    """The settings of `revdeq.solve`, and the names that belong to the program."""
     settings, foreign = dict(SETTINGS), []
     for name in SETTINGS:
         if name in named:
@@ -407,7 +406,7 @@ def _settings(config: dict[str, Any], named: dict[str, Any]) -> tuple[dict[str, 
 
 
 def _checked_spelling(named: dict[str, Any]) -> list[str]:
-    """The names of keywords that mean nothing here, and look like none that does."""
+    """The names of ignored keywords. Raises if one looks like a misspelled setting."""
     known = (*USED, *SETTINGS, *(f"rev_{name}" for name in SETTINGS), *MEANINGLESS)
     unknown = [name for name in named if name not in known and not name.startswith(ELSEWHERE)]
     elsewhere = {"tol": "f_tol", "max_steps": F_MAX_ITER}
@@ -416,7 +415,7 @@ def _checked_spelling(named: dict[str, Any]) -> list[str]:
 
 
 def _refuse_misspelt(named: dict[str, Any], known: Collection[str], elsewhere: dict[str, str], here: str) -> None:
-    """elsewhere: names that are used in other places, and what they are called here."""
+    """elsewhere: names from other interfaces, and their equivalents here."""
     for name, value in named.items():
         if name in elsewhere:
             raise TypeError(f"unknown keyword {name} = {value!r}: in {here} it is called {elsewhere[name]}")

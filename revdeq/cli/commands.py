@@ -1,7 +1,7 @@
 """The commands of `python -m revdeq`.
 
-A command is a function that adds its options to a parser and returns what to run with them; its docstring is its
-help. What a command needs is imported when it runs.
+A command is a function that adds its options to a parser and returns the function to run; its docstring is its help.
+Modules that only one command needs are imported when it runs.
 """
 
 import argparse
@@ -22,7 +22,7 @@ NEEDED = ("PIL", "matplotlib", "numpy", "tiktoken", "tqdm")
 
 
 def demo(parser: argparse.ArgumentParser) -> Run:
-    """what training costs and what depth is good for, in a table and a plot (under two minutes)"""
+    """the cost of training and the benefit of depth, as tables and a plot (under two minutes)"""
     parser.add_argument(
         "--out", type=Path, default=Path("demo.png"), help="where to write the plot (default: %(default)s)"
     )
@@ -38,7 +38,7 @@ def demo(parser: argparse.ArgumentParser) -> Run:
 
         from . import demo
 
-        torch.set_num_threads(1)  # its tensors are small: threads would wait for each other longer than they compute
+        torch.set_num_threads(1)  # its tensors are too small for threads to pay
 
         demo.run(out)
         return 0
@@ -47,8 +47,8 @@ def demo(parser: argparse.ArgumentParser) -> Run:
 
 
 def doctor(parser: argparse.ArgumentParser) -> Run:
-    """what this machine will use and why, and whether it computes right (ten seconds)"""
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    """which kernels this machine will use and why, and whether they compute correctly (ten seconds)"""
+    parser.add_argument("--json", action="store_true", help="print a JSON object only")
 
     def run(arguments: argparse.Namespace) -> int:
         from . import doctor
@@ -59,7 +59,7 @@ def doctor(parser: argparse.ArgumentParser) -> Run:
 
 
 def train(parser: argparse.ArgumentParser) -> Run:
-    """train a preset of the paper, or a small one for a CPU, with a block of yours; with torchrun, on many GPUs"""
+    """train a preset: the paper's, or a small one for a CPU, optionally with your own block; works under torchrun"""
     from ..training.presets import PRESETS
 
     quoted, others = ([p.name for p in PRESETS.values() if bool(p.quoted) == paper] for paper in (True, False))
@@ -69,16 +69,16 @@ def train(parser: argparse.ArgumentParser) -> Run:
     _data_options(parser)
     parser.add_argument("--out", type=Path, metavar="RUN", help="the run's folder (default: runs/PRESET)")
     _block_option(parser)
-    _settings_option(parser, "change a setting; one that does not exist, --set x=0, lists them all")
+    _settings_option(parser, "change a setting; an unknown name, --set x=0, lists them all")
     parser.add_argument("--dry-run", action="store_true", help="only predict the memory and the time on GPUs")
     parser.add_argument(
         "--resume",
         nargs="?",
         const="",
         metavar="RUN",
-        help="go on with the run in this folder, or in that of --out, with its settings, or for more epochs or updates",
+        help="continue the run in this folder, or in that of --out, with its settings, or for more epochs or updates",
     )
-    parser.add_argument("--log", choices=("tensorboard",), help="write the metrics for TensorBoard, too, in RUN")
+    parser.add_argument("--log", choices=("tensorboard",), help="also write the metrics for TensorBoard, into RUN")
 
     def run(arguments: argparse.Namespace) -> int:
         from ..training import log
@@ -100,7 +100,7 @@ def train(parser: argparse.ArgumentParser) -> Run:
 
 
 def _chosen(arguments: argparse.Namespace) -> tuple["Preset", Path]:
-    """What to train and in which folder, by the name of a preset or by the run to go on with."""
+    """The preset and the folder of a run, from the name of a preset or from the run to resume."""
     from ..models import MODELS
     from ..training import record
     from ..training.presets import PRESETS, Preset, SettingError, configured
@@ -110,20 +110,20 @@ def _chosen(arguments: argparse.Namespace) -> tuple["Preset", Path]:
     if resume and name is None and not Path(resume).exists() and resume in PRESETS:
         name = resume  # `train --resume PRESET`
     elif resume and out is not None:
-        raise SettingError(f"--resume {resume} --out {out}: name one folder")
+        raise SettingError(f"--resume {resume} --out {out}: pass one folder only")
     elif resume:
         out = Path(resume)
     if out is None and name is None:
-        raise SettingError("name a preset, or with --resume RUN the folder of a run")
+        raise SettingError("pass the name of a preset, or --resume RUN with the folder of a run")
     out = out or Path("runs") / name
     before = record.read_config(out) if resume is not None else None
     if before is None and name is None:
-        raise SettingError(f"--resume {out}: there is no run to go on with, no {out / 'config.json'}")
+        raise SettingError(f"--resume {out}: there is no run to resume, no {out / 'config.json'}")
     if before is None or name not in (None, before["name"]):
         return configured(name, changes), out
     if before["model"] not in MODELS:
         raise SettingError(
-            f"{out} is of a model of your own, {before['model']}: go on with revdeq.train(..., resume=True)"
+            f"{out} is a run of your own model, {before['model']}: continue with revdeq.train(..., resume=True)"
         )
     if arguments.data is None and before["folder"]:
         arguments.data = Path(before["folder"])
@@ -136,8 +136,8 @@ def evaluate(parser: argparse.ArgumentParser) -> Run:
     _data_options(parser)
     _block_option(parser)
     parser.add_argument("--split", default="test", help="test (default) or valid")
-    parser.add_argument("--batches", type=int, help="only the first so many of the split (default: all of it)")
-    _settings_option(parser, "a setting to differ from the training's, for example max_steps=80")
+    parser.add_argument("--batches", type=int, help="evaluate only on the first so many batches (default: all)")
+    _settings_option(parser, "override a setting of the training, for example max_steps=80")
 
     def run(arguments: argparse.Namespace) -> int:
         from .. import training
@@ -172,29 +172,31 @@ def evaluate(parser: argparse.ArgumentParser) -> Run:
 def generate(parser: argparse.ArgumentParser) -> Run:
     """text from a trained language model"""
     _model_option(parser)
-    parser.add_argument("--prompt", default="", help="what the text begins with")
+    parser.add_argument("--prompt", default="", help="the beginning of the text")
     parser.add_argument(
         "--batch",
         type=Path,
         metavar="FILE",
-        help="a prompt in each line; prints a JSON string in each line",
+        help="a file with a prompt per line; prints a JSON string per line",
     )
     parser.add_argument("--tokens", type=int, default=100, help="how many to add (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest always (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest with this probability together")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens only")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the top tokens with this total probability"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="for sampling (default: %(default)s)")
     parser.add_argument(
         "--slide",
         type=int,
         default=1,
         metavar="S",
-        help="by how much a full window moves on; more is faster, and forgets S tokens at once (default: %(default)s)",
+        help="by how many tokens a full window moves; more is faster (default: %(default)s)",
     )
-    parser.add_argument("--data", type=Path, help="where GPT-2's encoding is (default: where the training found it)")
+    parser.add_argument("--data", type=Path, help="the folder of GPT-2's encoding (default: that of the training)")
     _device_option(parser)
     _block_option(parser)
-    _settings_option(parser, "a setting to differ from the training's, for example max_steps=8")
+    _settings_option(parser, "override a setting of the training, for example max_steps=8")
 
     def run(arguments: argparse.Namespace) -> int:
         from ..training import generate
@@ -203,7 +205,7 @@ def generate(parser: argparse.ArgumentParser) -> Run:
         prompts = [arguments.prompt]
         if arguments.batch is not None:
             if arguments.prompt:
-                raise SettingError("--prompt and --batch: give one of them")
+                raise SettingError("--prompt and --batch: pass only one of them")
             try:
                 with arguments.batch.open(encoding="utf-8") as file:
                     prompts = [line.rstrip("\n") for line in file]
@@ -240,12 +242,12 @@ def generate(parser: argparse.ArgumentParser) -> Run:
 
 
 def classify(parser: argparse.ArgumentParser) -> Run:
-    """what is in images of your own, by a model that was trained on CIFAR-10"""
+    """classify your own images with a model that was trained on CIFAR-10"""
     _model_option(parser)
-    parser.add_argument("images", type=Path, nargs="+", help="PNGs, JPEGs and the like, or folders of them")
+    parser.add_argument("images", type=Path, nargs="+", help="image files (PNG, JPEG, ...), or folders of them")
     _device_option(parser)
     _block_option(parser)
-    _settings_option(parser, "a setting to differ from the training's, for example max_steps=8")
+    _settings_option(parser, "override a setting of the training, for example max_steps=8")
 
     def run(arguments: argparse.Namespace) -> int:
         from ..training.classify import classify
@@ -255,7 +257,7 @@ def classify(parser: argparse.ArgumentParser) -> Run:
         try:
             for guess in guesses:
                 found.append((str(guess.file), guess.name, guess.probability))
-        finally:  # also where one of them cannot be read
+        finally:  # even if one of them cannot be read
             width = max((len(file) for file, *_ in found), default=4)
             print(f"{'file':{width}}  {'class':12}probability")
             for file, name, probability in found:
@@ -270,12 +272,12 @@ def _model_option(parser: argparse.ArgumentParser) -> None:
         "run_folder",
         type=Path,
         metavar="RUN",
-        help="the folder of a run, or one that save_pretrained wrote, or a checkpoint such as RUN/last.pt",
+        help="the folder of a run, a folder that save_pretrained wrote, or a checkpoint such as RUN/last.pt",
     )
 
 
 def _block_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--block", metavar="MODULE:CLASS", help="the class that makes the model's f, imported and run")
+    parser.add_argument("--block", metavar="MODULE:CLASS", help="the class of the model's f, which is imported")
 
 
 def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -289,8 +291,8 @@ def _device_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _data_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, metavar="DIR", help="the folder with the data set, if it is one of files")
-    parser.add_argument("--download", action="store_true", help="fetch the data set into DIR if it is not there")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="the folder with the files of the data set")
+    parser.add_argument("--download", action="store_true", help="download the data set into DIR if it is not there")
     _device_option(parser)
 
 
@@ -306,7 +308,7 @@ def _download(arguments: argparse.Namespace, name: str) -> None:
 
 
 def _guarded(run: Run) -> Run:
-    """Turns what a user can put right into a line on the standard error, and an exit code."""
+    """Turns user errors into a line on standard error and an exit code."""
 
     def guarded(arguments: argparse.Namespace) -> int:
         if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
@@ -323,7 +325,7 @@ def _guarded(run: Run) -> Run:
         except (CheckpointError, DataError, Diverged, ImportError, ReconstructionError, SettingError) as error:
             print(error, file=sys.stderr)
             return 1
-        except BrokenPipeError:  # of `| head`, which has seen enough
+        except BrokenPipeError:  # `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         except Stopped as stopped:

@@ -1,8 +1,8 @@
-"""`python -m revdeq demo`: what the solver costs, and what depth is good for.
+"""`python -m revdeq demo`: the cost of the solver, and the benefit of depth.
 
-A small image model is trained on handwritten digits by the reversible solver, through the stored graph and with
-checkpointing, at three depths. All three follow the same gradient; they differ in the time and the memory they take
-for it. Then a model learns prefix sums of 16 bits, and solves longer strings by taking more steps.
+A small image model is trained on handwritten digits with the reversible solver, the stored graph and checkpointing, at
+three depths. All three compute the same gradient, with different time and memory. Then a model learns prefix sums of 16
+bits, and solves longer strings by taking more steps.
 """
 
 import tempfile
@@ -34,7 +34,7 @@ PLOTTED_BETAS = (0.5, 0.8, 0.9)
 EPOCHS = 4
 BATCH = 64
 LENGTHS = (16, 32, 64)
-"""Of bit strings; the first is that of the training."""
+"""Lengths of bit strings; the first is that of the training."""
 SOLVED_DEPTHS = (1, 2, 5, 10, 20, 40, 80)
 
 
@@ -43,7 +43,7 @@ def reversible(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def all_graphs_kept(*args: Any, max_steps: int, **kwargs: Any) -> Tensor:
-    """The same steps, to the bit, with their stored graph: what going back adds to the error of a gradient shows."""
+    """The stored graph of the same steps, bit for bit, to measure the gradient error that reconstruction adds."""
     return solve(*args, max_steps=max_steps, keep=2 * max_steps, **kwargs).z
 
 
@@ -73,7 +73,7 @@ class Classifier(nn.Module):
 
 @dataclass
 class Digits:
-    """1,797 images of 8x8 pixels, which ship inside scikit-learn's wheel; every fifth one is for testing."""
+    """1,797 images of 8x8 pixels, part of scikit-learn; every fifth is a test image."""
 
     images: Tensor
     labels: Tensor
@@ -105,11 +105,11 @@ class Row:
 
 
 def run(out: Path, seed: int = 0) -> list[Row]:
-    """Train, print what there is to see, and write the plot to `out`."""
+    """Train, print the tables, and write the plot to `out`."""
     from tqdm import tqdm
 
     digits = Digits.load()
-    print("1. What a training step costs: an image model on handwritten digits, trained three ways.", flush=True)
+    print("1. The cost of a training step: an image model on handwritten digits, trained in three ways.", flush=True)
     total = len(DEPTHS) * len(METHODS) * EPOCHS * digits.batches
     rows = []
     with tqdm(total=total, unit="update", dynamic_ncols=True, mininterval=0.5, disable=None) as bar:
@@ -121,7 +121,7 @@ def run(out: Path, seed: int = 0) -> list[Row]:
     for row in rows:
         row.peak_bytes = step_memory(row.model, *batch)
         row.gradient_error = gradient_error(row.model, *batch)
-    for _ in range(7):  # turn by turn, so that a busy machine slows all of them down
+    for _ in range(7):  # interleaved, so that other load slows all of them
         for row in rows:
             start = time.perf_counter()
             gradients(row.model, *batch)
@@ -129,12 +129,12 @@ def run(out: Path, seed: int = 0) -> list[Row]:
     print_costs(rows)
     memory, errors = costs_by_depth(batch, seed)
 
-    print("\n2. What depth is good for: at each bit of a string, is the number of ones so far odd or even?")
-    print(f"A model is being trained on strings of {LENGTHS[0]} bits, for about half a minute ...", flush=True)
+    print("\n2. The benefit of depth: at each bit of a string, is the number of ones so far odd or even?")
+    print(f"Training a model on strings of {LENGTHS[0]} bits, about half a minute ...", flush=True)
     solved = prefix_sums(seed)
     print_solved(solved)
     picture(memory, errors, solved).savefig(out, dpi=120)
-    print(f"\nAll of this as a picture: {out}")
+    print(f"\nThe plot of all of this: {out}")
     return rows
 
 
@@ -161,12 +161,12 @@ def gradients(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor,
 
 
 def step_memory(model: nn.Module, images: Tensor, labels: Tensor) -> int:
-    gradients(model, images, labels)  # what is allocated once only
+    gradients(model, images, labels)  # one-time allocations
     return peak_memory(lambda: gradients(model, images, labels))
 
 
 def gradient_error(model: Classifier, images: Tensor, labels: Tensor) -> float:
-    """Of the parameter that is furthest, relatively, from its gradient by a stored graph of the same steps."""
+    """The largest relative error of any parameter's gradient, against the stored graph of the same steps."""
     ours, method = gradients(model, images, labels), model.solve
     model.solve = all_graphs_kept if method is reversible else stored_graph
     stored = gradients(model, images, labels)
@@ -182,8 +182,8 @@ def print_costs(rows: list[Row]) -> None:
             f"{row.seconds * 1e3:12.1f} ms  {row.peak_bytes / 2**20:7.1f} MiB  {row.gradient_error:14.1g}"
         )
     print(
-        "\nLook at the memory: it grows with N for the other two, and not for the reversible solver. All three\n"
-        "learn the same, because their gradients are the same. The gradient error is the distance from a stored\n"
+        "\nMemory grows with N for the stored graph and for checkpointing, but not for the reversible solver. All\n"
+        "three learn the same, because their gradients are the same. The gradient error is relative to a stored\n"
         "graph of the same steps."
     )
 
@@ -194,8 +194,8 @@ def print_solved(solved: dict[int, list[float]]) -> None:
     for bits, shares in solved.items():
         print(f"{length_shown(bits):20}" + "".join(f"{share:8.0%}" for share in shares))
     print(
-        "\nRead it from left to right: the weights are the same in every column, and no longer string was ever\n"
-        "shown to the model. Given more steps, it solves longer strings."
+        "\nThe weights are the same in every column, and the model was never trained on longer strings. With more\n"
+        "steps, it solves them."
     )
 
 
@@ -204,7 +204,7 @@ def length_shown(bits: int) -> str:
 
 
 def prefix_sums(seed: int) -> dict[int, list[float]]:
-    """The share of strings that the preset prefix-tiny solves after its training: by length, at SOLVED_DEPTHS."""
+    """Train the preset prefix-tiny. Returns the share of solved strings by length, at SOLVED_DEPTHS."""
     from tqdm import tqdm
 
     from ..training import Stopped, configured, data, evaluate, restored
@@ -219,7 +219,7 @@ def prefix_sums(seed: int) -> dict[int, list[float]]:
 
         try:
             train_preset(preset, None, Path(folder), device="cpu", quiet=True, callback=progress)
-        except Stopped as stopped:  # it was saved in a folder that is about to go
+        except Stopped as stopped:  # its checkpoint is in a temporary folder
             raise KeyboardInterrupt from stopped
         trained = restored(Path(folder, "last.pt"), None, {"evaluation_batches": 4})
     model: Any = trained.model
@@ -231,7 +231,7 @@ def prefix_sums(seed: int) -> dict[int, list[float]]:
 
 
 def costs_by_depth(batch: tuple[Tensor, Tensor], seed: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Peak bytes by method, and what going back adds to the gradient's error by state, each at PLOTTED_DEPTHS."""
+    """Peak bytes by method, and the gradient error of reconstruction by state, at PLOTTED_DEPTHS."""
 
     def by_depth(measurement: Callable[..., float], method: str, images: int = BATCH, **options: Any) -> list[float]:
         torch.manual_seed(seed)
@@ -242,7 +242,7 @@ def costs_by_depth(batch: tuple[Tensor, Tensor], seed: int) -> tuple[dict[str, l
         return values
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ReconstructionWarning)  # it would announce what the plot shows
+        warnings.simplefilter("ignore", ReconstructionWarning)  # the plot shows it
         memory = {method: by_depth(step_memory, method) for method in METHODS}
         errors, exact = {}, []
         for beta in PLOTTED_BETAS:
@@ -257,7 +257,7 @@ def costs_by_depth(batch: tuple[Tensor, Tensor], seed: int) -> tuple[dict[str, l
 
 
 def picture(memory: dict[str, list[float]], errors: dict[str, list[float]], solved: dict[int, list[float]]) -> "Figure":
-    """Peak bytes by method and errors of the gradient by state, each at PLOTTED_DEPTHS; solved strings by length."""
+    """memory: peak bytes by method. errors: of the gradient, by state. solved: shares by length."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
@@ -272,10 +272,10 @@ def picture(memory: dict[str, list[float]], errors: dict[str, list[float]], solv
 
     zero, highest, lost_somewhere = 1e-9, 1.0, False
     for state, values in errors.items():
-        shown = [min(max(e, zero), highest) for e in values]  # a NaN stays one, and is left out of the line
+        shown = [min(max(e, zero), highest) for e in values]  # NaN is not drawn
         (line,) = middle.plot(PLOTTED_DEPTHS, shown, "o-", label=state)
         if lost := [n for n, e in zip(PLOTTED_DEPTHS, values, strict=True) if not e < highest]:
-            # An empty line with clip_on=False has no place, for which the layout would give away all there is.
+            # An empty line with clip_on=False would break the layout.
             middle.plot(lost, [highest] * len(lost), "x", color=line.get_color(), clip_on=False)
             line.set_markevery([n not in lost for n in PLOTTED_DEPTHS])
             lost_somewhere = True
@@ -283,7 +283,7 @@ def picture(memory: dict[str, list[float]], errors: dict[str, list[float]], solv
     if lost_somewhere:
         middle.plot([], [], "x", color="black", label="1 or more, or not finite")
     middle.set(
-        title="What going back adds to the gradient's error",
+        title="Gradient error added by reconstruction",
         yscale="log",
         ylim=(zero / 2, highest),
         ylabel="relative, worst parameter",

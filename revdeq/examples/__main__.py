@@ -1,4 +1,4 @@
-"""`python -m revdeq.examples`: what there is, from the first line of each docstring. Nothing else of them is read."""
+"""`python -m revdeq.examples` lists the examples, by the first line of each docstring."""
 
 import ast
 import json
@@ -10,7 +10,7 @@ FOLDER = Path(__path__[0])
 
 
 def first_line(path: Path) -> str:
-    """Of a program's docstring, or of the title of a notebook."""
+    """The first line of a program's docstring, or the title of a notebook."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
         title: str = json.loads(text)["cells"][0]["source"][0]
@@ -18,8 +18,8 @@ def first_line(path: Path) -> str:
     return (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
 
 
-print("Programs to copy from. To run one: python -m revdeq.examples.NAME\n")
+print("Complete programs to copy from. Run one with python -m revdeq.examples.NAME\n")
 for path in sorted([*FOLDER.glob("[!_]*.py"), *FOLDER.glob("*.ipynb")]):
     print(f"  {path.name if path.suffix == '.ipynb' else path.stem:19} {first_line(path)}")
-print(f"\nWhat they need: pip install 'revdeq[{','.join(sorted(EXTRAS.values()))}]'")
-print(f"Where they are: {FOLDER}")
+print(f"\nRequirements: pip install 'revdeq[{','.join(sorted(EXTRAS.values()))}]'")
+print(f"Source: {FOLDER}")

@@ -1,4 +1,4 @@
-"""Fine-tuning under autocast: a pretrained model with a new head is trained on with f in bfloat16.
+"""Fine-tuning under autocast: a pretrained model with a new head, with f in bfloat16.
 
 A model learns the digits 0 to 4 in float32. Saved and loaded with a head for all ten, it is fine-tuned in bfloat16.
 
@@ -30,7 +30,7 @@ class Classifier(nn.Module):
 
 
 def train(model: nn.Module, images: Tensor, labels: Tensor, epochs: int, autocast: bool = False) -> None:
-    """The usual loop. float16 would take a GradScaler around the loss, as everywhere; bfloat16 does not need one."""
+    """The usual loop. float16 would need a GradScaler, as in any training; bfloat16 does not."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     for _ in range(epochs):
         for batch in torch.randperm(len(labels)).split(64):
@@ -54,7 +54,7 @@ def main() -> None:
     easy = digits.labels < 5
     pretrained = Classifier(classes=5)
     train(pretrained, digits.images[easy], digits.labels[easy], epochs=2)
-    file = io.BytesIO()  # a checkpoint.pt of yours
+    file = io.BytesIO()  # your checkpoint.pt
     torch.save(pretrained.state_dict(), file)
 
     model = Classifier(classes=10)
@@ -63,7 +63,7 @@ def main() -> None:
     fresh = model.load_state_dict({k: v for k, v in weights.items() if not k.startswith("head")}, strict=False)
     print(f"from the checkpoint: all but {', '.join(fresh.missing_keys)}")
     model.encoder.requires_grad_(False)
-    model.deq.tune(model.encoder(digits.images[:64]))  # the coefficients that suit the trained f
+    model.deq.tune(model.encoder(digits.images[:64]))  # coefficients for the trained f
     print(f"tuned: beta {model.deq.beta:.2f}, gamma {model.deq.gamma:.2f}")
     print(f"before: {accuracy(model, digits):.1%} of the test digits right")
     train(model, digits.images, digits.labels, epochs=3, autocast=True)

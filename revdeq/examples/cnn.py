@@ -1,4 +1,4 @@
-"""An equilibrium layer in an existing CNN: its middle, a stack of blocks, becomes one block and its fixed point.
+"""An equilibrium layer in an existing CNN: the fixed point of one block replaces a stack of blocks.
 
 python -m revdeq.examples.cnn
 """
@@ -14,13 +14,13 @@ from revdeq.examples import needs
 
 
 class Block(nn.Module):
-    """A residual block of the usual kind; x, the features that enter the middle, is what is new in an equilibrium."""
+    """The usual residual block, with x, the input features, as an additional argument for the equilibrium."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(channels, channels, 3, padding=1)
         self.second = nn.Conv2d(channels, channels, 3, padding=1)
-        self.norm = nn.GroupNorm(4, channels)  # not BatchNorm, whose statistics every evaluation would change
+        self.norm = nn.GroupNorm(4, channels)  # not BatchNorm, whose statistics every evaluation would update
 
     def forward(self, z: Tensor, x: Tensor | float = 0.0) -> Tensor:
         return self.norm(z + self.second(F.relu(self.first(z) + x)) + x)
@@ -33,7 +33,7 @@ def cnn(middle: nn.Module, channels: int = 16) -> nn.Module:
 
 
 def train(model: nn.Module, digits: Digits, epochs: int = 4) -> float:
-    """The accuracy on the test images. Nothing in here knows about equilibria."""
+    """The accuracy on the test images. This is the usual training loop."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(epochs):
         for batch in torch.randperm(len(digits.labels)).split(64):

@@ -1,4 +1,4 @@
-"""Training an equilibrium model in several processes, each with its share of every batch: nothing is special about it.
+"""Data-parallel training of an equilibrium model, with DDP as usual.
 
 torchrun --nproc-per-node 2 -m revdeq.examples.ddp
 """
@@ -39,7 +39,7 @@ def main() -> None:
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=64 // dist.get_world_size(), sampler=sampler)
 
-    torch.manual_seed(dist.get_rank())  # DDP sends the parameters of the first process to the others
+    torch.manual_seed(dist.get_rank())  # DDP broadcasts the parameters of rank 0
     model = DistributedDataParallel(classifier().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for epoch in range(3):

@@ -1,7 +1,7 @@
-"""An equilibrium graph neural network, which sees as far as it iterates, in the memory of one evaluation.
+"""An equilibrium graph neural network: more steps reach further neighbours, in the memory of one evaluation.
 
-The nodes are scikit-learn's digits, and each reads from its five nearest neighbours. A few carry their label; the
-others have no features at all, so that whatever is known about them has come over the links.
+The nodes are scikit-learn's digits, linked to their five nearest neighbours. A few have labels; the others have no
+features, so that all information about them travels over the links.
 
     python -m revdeq.examples.graph
 """
@@ -18,9 +18,9 @@ from revdeq.examples import needs
 
 
 class Propagate(nn.Module):
-    """f(z, x): what a node hears from its neighbours, fading at a rate that each channel learns, and its own x.
+    """f(z, x): the mean over the neighbours, with a learned decay per channel, plus the node's own x.
 
-    tanh and the mean do not expand, and the fading is below 1: f contracts, whatever the training does.
+    tanh and the mean do not expand, and the decay is below 1, so f is always a contraction.
     """
 
     def __init__(self, neighbours: Tensor, channels: int) -> None:
@@ -39,12 +39,12 @@ class GraphNetwork(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(channels, eps=1e-12), nn.Linear(channels, 10))
 
     def forward(self, labels: Tensor, shown: Tensor) -> Tensor:
-        """The classes of all nodes, from the labels of those that are shown."""
+        """The classes of all nodes, from the given labels."""
         return self.head(self.deq(self.encoder(F.one_hot(labels, 10) * shown[:, None].float())))
 
 
 def train(model: nn.Module, labels: Tensor, known: Tensor, updates: int = 40) -> float:
-    """Hides half of the known labels and predicts them from the rest. The accuracy is that on the unknown ones."""
+    """Hide half of the known labels, and predict them from the rest. Returns the accuracy on the unknown labels."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(updates):
         shown = known & (torch.rand(len(known)) < 0.5)

@@ -1,6 +1,6 @@
-"""A looped transformer and its training loop from scratch: one block, used again and again, learns to sort digits.
+"""A looped transformer and its training loop from scratch: one block, applied repeatedly, learns to sort digits.
 
-The number of steps is drawn anew for every update, so that the block learns to go on, whatever the depth.
+The number of steps is random in every update, so that the model works at every depth.
 
     python -m revdeq.examples.looped_transformer
 """
@@ -18,7 +18,7 @@ LENGTH, DIGITS = 6, 10
 
 
 class Block(nn.Module):
-    """f(z, x): a transformer block that is shown its input x again at every evaluation."""
+    """f(z, x): a transformer block with input injection."""
 
     def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class LoopedTransformer(nn.Module):
     def __init__(self, width: int = 48) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(DIGITS, width), nn.Parameter(torch.randn(LENGTH, width))
-        self.loop = revdeq.RevDEQ(Block(width), beta=0.8, state="exact")  # at every depth
+        self.loop = revdeq.RevDEQ(Block(width), beta=0.8, state="exact")  # exact gradients at every depth
         self.head = nn.Linear(width, DIGITS)
 
     def forward(self, digits: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class LoopedTransformer(nn.Module):
 
 
 def solved(model: LoopedTransformer, steps: int) -> float:
-    """The share of lists that are sorted without a mistake."""
+    """The share of lists that are sorted correctly."""
     model.loop.max_steps = steps
     digits = torch.randint(DIGITS, (500, LENGTH))
     with torch.no_grad():
@@ -59,7 +59,7 @@ def main(updates: int = 250) -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=updates)
     draw = random.Random(0)
     for update in range(1, updates + 1):
-        model.loop.max_steps = draw.randint(2, 6)  # the memory of an update is the same with each of them
+        model.loop.max_steps = draw.randint(2, 6)  # memory does not depend on it
         digits = torch.randint(DIGITS, (64, LENGTH))
         loss = F.cross_entropy(model(digits).flatten(0, 1), digits.sort().values.flatten())
         optimizer.zero_grad()

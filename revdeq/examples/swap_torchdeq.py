@@ -1,4 +1,4 @@
-"""A program written for torchdeq whose solver is swapped: one import, which adds the core "reversible", and one line.
+"""A torchdeq program with another solver: an import, which adds the core "reversible", and one changed line.
 
 python -m revdeq.examples.swap_torchdeq
 """
@@ -20,7 +20,7 @@ EVALUATIONS = 16
 
 
 class Classifier(nn.Module):
-    """As in torchdeq's own examples: deq(f, z0) gives a list of states, the last of which is the fixed point."""
+    """As in torchdeq's examples: deq(f, z0) returns a list of states, the last of which is the fixed point."""
 
     def __init__(self, deq: Callable[..., Any], width: int = 128) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.inject(images.flatten(1))
-        weight = 0.9 * self.weight / torch.linalg.matrix_norm(self.weight, 2)  # f contracts, as implicit gradients need
+        weight = 0.9 * self.weight / torch.linalg.matrix_norm(self.weight, 2)  # a contraction, for implicit gradients
 
         def f(z: Tensor) -> Tensor:
             self.evaluations += 1
@@ -57,14 +57,14 @@ def gradient(model: nn.Module, digits: Digits) -> Tensor:
 
 
 def iterated(f: Callable[[Tensor], Tensor], z: Tensor) -> tuple[list[Tensor], None]:
-    """What torchdeq computes, which evaluates f once more at the end, with the graph of all evaluations stored."""
+    """The stored graph of torchdeq's iteration, which evaluates f once more at the end."""
     for _ in range(EVALUATIONS + 1):
         z = f(z)
     return [z], None
 
 
 def reversibly_iterated(f: Callable[[Tensor], Tensor], z0: Tensor) -> tuple[list[Tensor], None]:
-    """The same for the reversible core."""
+    """The stored graph of the reversible core's iteration."""
     return [stored_graph(f, z0, beta=0.5, max_steps=EVALUATIONS // 2)], None
 
 
@@ -93,9 +93,11 @@ def main() -> None:
             f"{name:17}  {accuracy:13.1%}  {evaluations:11}  {peaks[0]:7.1f} MiB  {peaks[1]:15.1f} MiB  "
             f"{(ours - exact).norm() / exact.norm():14.1e}"
         )
-    print("The reversible core evaluates f again on the way back, and its gradient is that of the steps that ran.")
-    print("Before, it was that of the fixed point, which these iterations only come near. They keep no history, but")
-    print("two states in float64, which weigh more here than the graph of an f as small as this one.")
+    print("The reversible core evaluates f again in the backward pass, and its gradient is that of the steps that ran.")
+    print(
+        "torchdeq's gradient is that of the fixed point, which these iterations only approximate. The reversible core"
+    )
+    print("core stores no history, but two float64 states, which are larger than the graph of this small f.")
 
 
 if __name__ == "__main__":

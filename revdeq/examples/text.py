@@ -1,7 +1,7 @@
-"""A looped transformer of one's own that writes text fast: what its attention has seen is kept, for every evaluation.
+"""A custom looped transformer with fast text generation: key-value caches for every evaluation.
 
-It learns to copy: after a word of random letters and a bar it writes the word once more, which takes attention. Its
-block has rotary positions, RMS norms, and an embedding of its own for every evaluation.
+It learns to copy: after a word of random letters and a bar it repeats the word. Its block has rotary positions, RMS
+norms, and an embedding per evaluation.
 
     python -m revdeq.examples.text
 """
@@ -18,7 +18,7 @@ LETTERS, BAR, LENGTH, STEPS = 8, 8, 6, 3
 
 
 class Block(nn.Module):
-    """f(z, x): it is told the number of the evaluation, and where there is a cache, it attends by that."""
+    """f(z, x), with the index of the evaluation, and a cache when it generates text."""
 
     def __init__(self, d: int, heads: int = 4) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
         q, k = rotated(q, positions), rotated(k, positions)
         if cache is None:
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:  # these positions, and all that were before them
+        else:  # the current positions, and all cached ones
             attended = cache.attend(q, k, v)
         h = u + self.out(attended.transpose(1, 2).flatten(-2))
         g = self.norm2(h)
@@ -48,7 +48,7 @@ def rotated(t: Tensor, positions: Tensor) -> Tensor:
     half = t.shape[-1] // 2
     angles = positions[..., None] / 100 ** (torch.arange(half, device=t.device) / half)
     cos, sin = angles.cos(), angles.sin()
-    if positions.dim() == 2:  # of prompts that differ in length
+    if positions.dim() == 2:  # prompts of different lengths
         cos, sin = cos[:, None], sin[:, None]
     a, b = t.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)

@@ -180,7 +180,7 @@ def frozen():
             nn.Linear(3, 2),
             circle(),
             SettingError,
-            "model=Linear cannot be trained on this data, inputs of shape (2, 2)",
+            "model=Linear cannot be trained on this data (tried with inputs of shape (2, 2)",
         ),
         (nn.Linear(2, 1), circle(), SettingError, "the model has 1 classes, and targets range from 0 to 1"),
         (
@@ -462,12 +462,12 @@ def test_examples_that_are_drawn_anew_each_time_can_be_gone_on_with(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "name a preset, or with --resume RUN the folder of a run"),
-        (["--resume", "none"], "--resume none: there is no run to go on with, no none/config.json"),
-        (["prefix-tiny", "--resume", "one", "--out", "two"], "--resume one --out two: name one folder"),
+        ([], "pass the name of a preset, or --resume RUN"),
+        (["--resume", "none"], "--resume none: there is no run to resume, no none/config.json"),
+        (["prefix-tiny", "--resume", "one", "--out", "two"], "--resume one --out two: pass one folder"),
         (["--resume", "broken"], "broken/config.json cannot be read"),
         (["--resume", "shared"], "shared/config.json cannot be read: it does not belong to a run"),
-        (["--resume", "own"], "own is of a model of your own, Linear: go on with revdeq.train(..., resume=True)"),
+        (["--resume", "own"], "own is a run of your own model, Linear: continue with revdeq.train(..., resume=True)"),
     ],
 )
 def test_what_there_is_to_go_on_with_has_to_be_named(arguments, message, tmp_path, monkeypatch, capsys):

@@ -145,7 +145,7 @@ def test_what_cannot_be_loaded_is_named(runs, tmp_path):
     )
     with pytest.raises(CheckpointError, match="Linear: create it, and call revdeq.models.load"):
         revdeq.models.load(tmp_path / "run")
-    with pytest.raises(CheckpointError, match="is of a model of your own, Linear"):
+    with pytest.raises(CheckpointError, match="weights of your own model, Linear"):
         revdeq.training.restored(tmp_path / "run")
 
 
