@@ -72,7 +72,7 @@ def test_a_small_update_takes_the_launches_of_its_kernels_and_a_large_one_its_op
     said = dry_run.report(small)
     assert "float32 without TF32" in said and " or 5 us for each of the " in said and "Predicted, not" in said
     assert "us for each" not in dry_run.report(configured("prefix-tiny", {"compile": True}))
-    assert f"{2 * dry_run.predicted(small).one.launches:,} kernels" in dry_run.report(
+    assert f"{2 * dry_run.predicted(small).one.launches:,} kernel launches" in dry_run.report(
         configured("prefix-tiny", {"accumulate": 2})
     )
 

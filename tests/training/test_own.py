@@ -231,7 +231,7 @@ def frozen():
             own_model(),
             (circle()[0] * math.nan, circle()[1]),
             SettingError,
-            "inputs in this batch are NaN or infinite: clean the data, with inputs.isfinite(), for example",
+            "inputs in this batch contain NaN or infinity: clean the data",
         ),
         (nn.LazyLinear(2), circle(), SettingError, "model=LazyLinear has lazy layers"),
         (
@@ -272,7 +272,7 @@ def test_a_loss_that_is_infinite_because_of_the_data_is_told_as_such(tmp_path):
     targets = points.clone()
     targets[7] = math.inf
     with pytest.raises(
-        train.Diverged, match=r"update \d has bad data: targets in this batch are NaN or infinite: .*the loss is inf"
+        train.Diverged, match=r"update \d has bad data: targets in this batch contain NaN .*the loss is inf"
     ):
         train_quietly(nn.Linear(2, 2), (points, targets), tmp_path / "run", epochs=1, batch=20)
 
@@ -327,7 +327,7 @@ def test_importing_the_package_imports_no_training():
         ("mine:Normed", "f contains a BatchNorm in training mode"),
         ("mine:Other", "block='mine:Other' cannot be imported: module 'mine' has no attribute 'Other'. Run from the"),
         ("nowhere:Block", "block='nowhere:Block' cannot be imported: No module named 'nowhere'. Run from the folder"),
-        ("Block", "block='Block': it must be module:Class, mine:Block for"),
+        ("Block", "block='Block': it must be module:Class"),
     ],
 )
 def test_a_block_that_does_not_fit_is_said_before_anything_is_written(block, message, mine, monkeypatch, capsys):
@@ -602,7 +602,7 @@ def test_a_class_held_out_that_the_model_does_not_know_is_named(tmp_path):
     points, classes = circle()
     with pytest.raises(DataError, match="valid has bad data: the model has 2 classes, and targets range from"):
         train_quietly(own_model(), Examples((points, classes), (points, classes + 3)), tmp_path / "a", epochs=1)
-    with pytest.raises(DataError, match="valid has bad data: inputs in this batch are NaN or infinite"):
+    with pytest.raises(DataError, match="valid has bad data: inputs in this batch contain NaN"):
         train_quietly(own_model(), Examples((points, classes), (points / 0, classes)), tmp_path / "b", epochs=1)
 
 
@@ -631,7 +631,7 @@ def test_a_run_that_has_lost_its_last_checkpoint_is_not_begun_anew_over_itself(t
     small = {"channels": 4, "evaluation_batches": 1, "updates": 2}
     train_quietly("prefix-tiny", None, tmp_path, **small)
     (tmp_path / "last.pt").unlink()
-    with pytest.raises(CheckpointError, match="best.pt is of a run whose last.pt is missing"):
+    with pytest.raises(CheckpointError, match="best.pt .*last.pt is missing"):
         train_quietly("prefix-tiny", None, tmp_path, resume=True, **small)
 
 

@@ -620,7 +620,7 @@ def test_values_on_the_command_line(text, value):
         (["cifar10-tiny", "--set", "steps=(20,5)"], "max_steps=(20, 5): a range is two integers"),
         (["cifar10-tiny", "--set", "model=transformer"], "cannot be trained on cifar10: choose one of single-scale"),
         (["cifar10-tiny", "--set", "block=mine.py:Block"], "block='mine.py:Block': it must be module:Class"),
-        (["cifar10-tiny", "--set", "beta=1"], "the model multi-scale cannot be made: beta = 1"),
+        (["cifar10-tiny", "--set", "beta=1"], "the model multi-scale cannot be created: beta = 1"),
         (["cifar10-tiny", "--set", "model=resnt"], "model='resnt': there is no such model (did you mean resnet?)"),
         (["cifar10-tiny", "--set", "batch=1000"], "batch=1000: it must not be larger than the training data, 180"),
         (["wikitext2-tiny", "--set", "vocabulary=sene"], "vocabulary='sene'"),
