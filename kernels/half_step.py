@@ -153,6 +153,10 @@ class HalfStep:
         move all examples, and without an adjoint."""
         self.ends, self.examples, self.now, self.kept = ends, len(ends), now, kept
 
+    def of(self, state: Tensor, copy: Tensor) -> "HalfStep":
+        """The same, of other examples: where this one goes on, not how it came there."""
+        return type(self)(state, copy)
+
     def in_order(self, x: Tensor) -> Tensor:
         """As the state."""
         return x if x.stride() == self._stride and not x.is_neg() else in_order(x, self.state)

@@ -218,6 +218,11 @@ class HalfStep(half_step.HalfStep):
         self._is_announced(step)
         return self.spilled.pop() if self.plan.spills_before(self.done) else None
 
+    def of(self, state: Tensor, copy: Tensor) -> "HalfStep":
+        other = type(self)(state, copy, self.plan.steps)
+        other.plan, other.done, other.alarm = self.plan, self.done, self.alarm
+        return other
+
     def announce(self, steps: Sequence[Radix]) -> None:
         """More half-steps are to come."""
         self.plan.steps = [*self.plan.steps, *steps]

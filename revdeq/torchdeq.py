@@ -292,7 +292,7 @@ def _solved(
                 _device.set_generator_states(leaf.device, draw)
             solution = solve(f, z, max_steps=end - steps, tol=tol, **settings)
             z, nfe = solution.z, nfe + solution.nfe
-            arrived = tol is not None and bool(solution.change <= tol)
+            arrived = tol is not None and bool((solution.change <= tol).all())
             steps = end
         states[end] = z
     return [states[end] for end in ends], nfe

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_leaves, tree_map
 
+from .compact import cut, refuse_ambiguous
 from .context import Draw, Settings
 from .state import State, flattened, structured
 from .unchanged import Unchanged, fill_caches, reachable, refuse_tolerance
@@ -51,6 +52,7 @@ class Call:
         x = initial[0]
         self._like = (x.dtype, x.shape, x.device, torch.strided) if spec.is_leaf() else None
         self._tensors: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._whole: tuple[Any, Any] | None = None  # the arguments, where some of their examples are left out
 
     def __call__(self, state: State, k: int) -> State:
         """Evaluation k."""
@@ -69,6 +71,28 @@ class Call:
         if type(result) is Tensor and (result.dtype, result.shape, result.device, result.layout) == self._like:
             return [result]
         return flattened(result, state, self._spec)
+
+    def refuse_ambiguous(self, initial: State) -> None:
+        """What cannot be cut, if examples are to be."""
+        refuse_ambiguous(self._args, self._kwargs, initial)
+
+    def cut(self, size: int, rows: Tensor) -> None:
+        """From now on f is given these examples out of a batch of so many."""
+        if self._whole is None:
+            self._whole = self._args, self._kwargs
+        self._args, self._kwargs = cut(self._whole, size, rows)
+        self._like = None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return self.f(*args, **kwargs)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"f failed when it was given {len(rows)} of {size} examples, as compact=True has it: pass what it "
+                    f"reads of each example as an argument, solve(f, z0, x), or use compact=False ({error})"
+                ) from error
+
+        self._run = run
 
     def prepare(self, look: bool) -> None:
         """Before the first evaluation. `look`: whether there is a tolerance."""

@@ -19,7 +19,7 @@ from .unrolled import is_traced
 class Last(NamedTuple):
     """What the last call of a layer did, as in `revdeq.Solution`."""
 
-    steps: int
+    steps: Any
     nfe: int
     change: Tensor
     adjoint: Adjoint

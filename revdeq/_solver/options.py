@@ -67,6 +67,11 @@ class Options:
             after its own first step whose relative change is at most tol its states stay as they are, and f, which
             still reads them, moves the others. `Solution.steps` and `Solution.change` then have an entry for each
             example, and an example's result does not depend on the others, if f treats them independently.
+        compact: With `per_example` and without a gradient (torch.no_grad), whether f is given only the examples that
+            still move, to spare evaluations of the others. They are cut out of z and of all tensors in args and kwargs
+            whose first dimension has the size of the batch, whenever their number falls below a power of two. f
+            must treat examples independently, and what it reads of each must be an argument of it. Where gradients are
+            enabled, where f draws random numbers and in `revdeq.steps` f is given all examples.
         indexed: Whether f is called as f(z, *args, evaluation=k), with k = 0 ... 2 * max_steps - 1, the same on the way
             back: for modules, embeddings or caches of their own in every evaluation.
         aux: Whether f returns a pair (state, aux). `Solution.aux` is then the sum of the aux of all evaluations, a
@@ -103,6 +108,7 @@ class Options:
     max_steps: int = 8
     tol: float | None = None
     per_example: bool = False
+    compact: bool = False
     indexed: bool = False
     aux: bool | str = False
     state: str | Exact = "auto"
@@ -114,7 +120,7 @@ class Options:
     def __post_init__(self) -> None:
         _check_pair("beta", self.beta, "gamma", self.gamma)
         object.__setattr__(self, "schedule", _pairs(self.schedule))
-        for name in ("per_example", "indexed", "aux"):
+        for name in ("per_example", "compact", "indexed", "aux"):
             if not isinstance(getattr(self, name), bool) and (name, self.aux) != ("aux", "list"):
                 also = ' or "list"' if name == "aux" else ""
                 raise TypeError(f"{name} = {getattr(self, name)!r} must be True or False{also}")
@@ -131,6 +137,12 @@ class Options:
                 )
         if self.per_example and self.tol is None:
             raise ValueError("per_example = True needs a tol, at which an example stops: set tol=1e-3, for example")
+        if self.compact and not self.per_example:
+            raise ValueError("compact = True leaves out examples that have stopped: set per_example=True, and a tol")
+        if self.compact and self.aux:
+            raise ValueError(
+                f"aux = {self.aux!r} would be of other examples in every evaluation: with compact=True leave it out"
+            )
         if self.per_example and self.backward_steps is not None:
             raise ValueError(
                 f"backward_steps = {self.backward_steps!r} are the last steps of the batch, in which some examples "

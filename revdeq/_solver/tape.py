@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import _device
 from .call import Call
+from .compact import Whole, rows_of, size_for
 from .context import FromTheStart, OnceMore, untraced
 from .monitor import Adjoint, Monitor
 from .options import Options
@@ -107,6 +108,8 @@ class Tape:
         self.end: State = []
         self.norms: Tensor | None = None
         self.ends: Tensor | None = None
+        self._whole: Whole | None = None
+        self._compacts = False
         self.last: Last | None = None
         self.adjoint = Adjoint()
         self.half_steps: tuple[list[Any], list[Any]] = ([], [])
@@ -176,6 +179,9 @@ class Tape:
         if options.per_example:
             self._host_ends = torch.full(self.z0[0].shape[:1], 2 * options.max_steps, dtype=torch.int32, device="cpu")
             self.ends = self._host_ends.to(self.z0[0].device)
+            self._compacts = options.compact and not graph and not self._is_stepwise
+            if self._compacts:
+                self.f.refuse_ambiguous(self.z0)
         self._read, self._other = self.z0, self.y0
         self.f.prepare(options.tol is not None)
 
@@ -353,16 +359,51 @@ class Tape:
         self._last_norms = self.norms
         change = relative_changes(self.norms.double())
         if not change.isfinite().all():
-            raise self._not_finite(f"example {int((~change.isfinite()).nonzero()[0])} of {len(change)}")
+            wrong = int((~change.isfinite()).nonzero()[0])
+            if self._whole is not None:
+                wrong = int(self._whole.rows[wrong])
+            raise self._not_finite(f"example {wrong} of {len(self.z0[0])}")
         arrived = moved & (change <= self.options.tol)
         if arrived.any():
             self._host_ends[arrived] = 2 * self.steps
             self.ends.copy_(self._host_ends)
-        if (self._host_ends > 2 * self.steps).any():
+        moving = self._host_ends > 2 * self.steps
+        if moving.any():
+            if self._compacts and not self.f.draw.draws:
+                self._cut(moving)
             return False
+        if self._whole is not None:
+            self._take_parts(self._whole.put_back(self._parts()))
         if self.monitor is not None and len(change) and (change <= self.options.tol).all():
             self.monitor.judge_gap(relative_distances(self._other, self._read).max(), self.options.tol)
         return True
+
+    def _cut(self, moving: Tensor) -> None:
+        """Goes on without most of the examples that rest."""
+        size = size_for(int(moving.sum()))
+        if size >= len(moving):
+            return
+        parts = self._parts()
+        if self._whole is None:
+            self._whole = Whole([x.clone() for x in parts])
+        else:
+            self._whole.put_back(parts)
+        kept = self._whole.cut(moving, size)
+        self._take_parts([rows_of(x, kept.to(x.device)) for x in parts])
+        self.f.cut(len(self.z0[0]), self._whole.rows)
+
+    def _parts(self) -> State:
+        """What there is of every example."""
+        states = [h.state for half_steps in self.half_steps for h in half_steps]
+        return [*self._other, *self._read, *states, self.norms.T, self._host_ends]  # type: ignore[union-attr]
+
+    def _take_parts(self, parts: State) -> None:
+        size = len(self.z0)
+        self._other, self._read, *states = (parts[i : i + size] for i in range(0, 4 * size, size))
+        rows = zip(self.half_steps, states, (self._other, self._read), strict=True)
+        self.half_steps = tuple([h.of(x, c) for h, x, c in zip(*row, strict=True)] for row in rows)  # type: ignore[assignment]
+        self._last_norms, self._host_ends = parts[-2].T.contiguous(), parts[-1]
+        self.norms, self.ends = self._last_norms, self._host_ends.to(self._read[0].device)
 
     def _not_finite(self, what: str) -> FloatingPointError:
         if not all(x.isfinite().all() for x in (*self.z0, *self.y0)):

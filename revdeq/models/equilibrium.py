@@ -182,5 +182,5 @@ def last_of(model: nn.Module) -> Last | None:
     lasts = [m.last for m in model.modules() if isinstance(m, RevDEQ) and m.last is not None]
     if not lasts:
         return None
-    changes = [x.change for x in lasts if x.steps > 1] or [x.change for x in lasts]
+    changes = [x.change.amax() for x in lasts if x.nfe > 2] or [x.change.amax() for x in lasts]
     return Last(sum(x.steps for x in lasts), sum(x.nfe for x in lasts), torch.stack(changes).amax(), Adjoint())

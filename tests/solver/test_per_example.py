@@ -336,3 +336,99 @@ def test_what_is_refused():
         revdeq.solve(lambda z: z, (torch.zeros(2), torch.zeros(())), **GIVEN)
     with pytest.raises(FloatingPointError, match=r"example 3 of 5 is not finite.*smaller beta"):
         revdeq.solve(lambda z: torch.where(torch.arange(5)[:, None] == 3, torch.inf, z), z0, state="float64", **GIVEN)
+
+
+# compact=True
+
+
+def counted(f):
+    """f, and the sizes of the batches that it is given."""
+    sizes = []
+
+    def counting(z, *args, **kwargs):
+        sizes.append(len(z) if isinstance(z, torch.Tensor) else len(z["a"]))
+        return f(z, *args, **kwargs)
+
+    return counting, sizes
+
+
+def by_row(z, x, speed):
+    """It computes the same of a row in whatever batch."""
+    return speed[:, None] * torch.tanh(z + z.roll(1, 1)) + x
+
+
+@pytest.mark.parametrize("state", ["float64", "exact"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_compact_leaves_examples_out_and_computes_the_same(state, mode):
+    torch.manual_seed(1)
+    x, speed, z0 = torch.randn(37, 6), torch.linspace(-0.9, 0.9, 37), torch.randn(37, 6)
+    given = {"beta": 0.8, "tol": 1e-4, "max_steps": 40, "per_example": True, "state": state}
+    f, sizes = counted(by_row)
+    with mode():
+        whole = revdeq.solve(by_row, z0, x, speed, **given)
+        some = revdeq.solve(f, z0, x, speed, **given, compact=True)
+    for name in ("z", "y", "steps", "change"):
+        assert torch.equal(getattr(some, name), getattr(whole, name)), name
+    assert some.nfe == whole.nfe == len(sizes)
+    assert sizes == sorted(sizes, reverse=True)
+    assert set(sizes) <= {37, 32, 16, 8, 4, 2, 1} and len(set(sizes)) > 3
+    for k, size in enumerate(sizes):  # never more than twice those that move
+        assert size < 2 * max(1, int((2 * whole.steps > k).sum())) or size == 37
+
+
+def test_compact_of_a_nested_state_and_nested_arguments():
+    torch.manual_seed(1)
+    x, speed = torch.randn(9, 6), torch.linspace(0, 0.9, 9)
+    weight, z0 = torch.randn(6) / 3, {"a": torch.zeros(9, 6), "b": torch.zeros(9, 2, 3)}
+
+    def f(z, more, *, weight):
+        a = more["speed"][:, None] * torch.tanh(z["b"].flatten(1) * weight)
+        return {"a": a + more["x"][0], "b": (more["speed"][:, None] * torch.sin(z["a"])).view(-1, 2, 3)}
+
+    given = {"beta": 0.8, "tol": 1e-4, "max_steps": 40, "per_example": True, "kwargs": {"weight": weight}}
+    more = {"x": [x], "speed": speed}
+    counting, sizes = counted(f)
+    with torch.no_grad():
+        whole, some = revdeq.solve(f, z0, more, **given), revdeq.solve(counting, z0, more, **given, compact=True)
+    assert sizes[-1] < 9 and torch.equal(some.steps, whole.steps)
+    for name in ("a", "b"):
+        assert torch.equal(some.z[name], whole.z[name]) and torch.equal(some.y[name], whole.y[name])
+    assert more["x"][0] is x and len(more["speed"]) == 9
+
+
+def test_compact_changes_nothing_where_there_is_a_gradient_or_a_step_is_looked_at():
+    f, (x, speed) = Block(), inputs()
+    counting, sizes = counted(f)
+    deq = revdeq.RevDEQ(counting, compact=True, **GIVEN)
+    deq(x, speed, z0=start(x)).sum().backward()
+    assert set(sizes) == {5} and f.linear.weight.grad is not None
+    with torch.no_grad():
+        *_, last = deq.steps(x, speed, z0=start(x))
+        assert set(sizes) == {5} and last.steps.min() < last.steps.max()
+        deq(x, speed, z0=start(x))
+        assert 2 in sizes or 4 in sizes
+
+
+def test_compact_goes_on_from_a_solution():
+    x, speed = inputs(torch.float32)
+    with torch.no_grad():
+        first = revdeq.solve(by_row, start(x), x, speed, **GIVEN, compact=True)
+        again = revdeq.solve(by_row, first, x, speed, **{**GIVEN, "tol": 1e-6}, compact=True)
+        whole = revdeq.solve(by_row, first, x, speed, **{**GIVEN, "tol": 1e-6})
+    assert torch.equal(again.z, whole.z) and torch.equal(again.steps, whole.steps)
+
+
+def test_what_compact_refuses():
+    x, speed = inputs(torch.float32)
+    z0 = start(x)
+    with pytest.raises(ValueError, match=r"compact = True.*per_example=True"):
+        revdeq.solve(by_row, z0, x, speed, tol=1e-3, compact=True)
+    with pytest.raises(ValueError, match=r"aux = True.*compact.*leave it out"):
+        revdeq.solve(by_row, z0, x, speed, compact=True, aux=True, **GIVEN)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match=r"f failed.*of 5 examples.*as an argument.*compact=False"):
+            revdeq.solve(lambda z: by_row(z, x, speed), z0, compact=True, **GIVEN)
+        square = torch.zeros(6, 6)
+        with pytest.raises(ValueError, match=r"args\[1\] has shape \(6, 2\).*another batch size"):
+            revdeq.solve(lambda z, x, w: z, square, square, torch.zeros(6, 2), compact=True, **GIVEN)
+        assert revdeq.solve(lambda z, x: z, square, square, compact=True, **GIVEN).nfe == 2
