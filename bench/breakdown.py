@@ -1,10 +1,10 @@
-"""Where the time of one training step goes: the evaluations of f, their products and the sums of these, which are
-torch's own, the half-steps, and what is left, which is the solver's own.
+"""Breakdown of the time of a training step: evaluations of f, vector-Jacobian products, half-steps, and the solver's
+overhead.
 
     python bench/breakdown.py
 
-The parts are timed where they are called, and `own` is the rest of the step. With a tiny f, whose half-steps cost next
-to nothing, own time is measured from outside, as what a solve takes beyond the bare evaluations and products.
+Functions are timed where they are called, and the overhead is the rest. For a tiny f the overhead is also measured from
+outside, as the time of a solve minus that of the bare evaluations and products.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from revdeq.kernels import half_step_for
 
 N = 8
 PARTS = (
-    "f", "relax", "own, forward",
-    "f again", "products and their sums", "invert and adjoint", "own, backward",
+    "f", "relax", "overhead, forward",
+    "f again", "Jacobian products", "invert and adjoint", "overhead, backward",
 )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ class Tiny(torch.nn.Module):
 
 
 class Clock:
-    """Adds up the time spent in functions, by name, less that of others within them."""
+    """Adds up the time of functions by name, excluding that of timed functions inside them."""
 
     def __init__(self):
         self.totals = defaultdict(float)
@@ -99,21 +99,21 @@ def one_step(f, x, seed, n):
             (steps, "relax_norms", "relax"),
             (steps, "invert_adjoint", "invert and adjoint"),
             (steps, "invert_compare", "invert and adjoint"),
-            (Tape, "turn", "own, backward"),
-            (Tape, "back", "own, backward"),
+            (Tape, "turn", "overhead, backward"),
+            (Tape, "back", "overhead, backward"),
         ):
             stack.enter_context(clock.timed(owner, attribute, name))
-        with clock.part("own, forward"):
+        with clock.part("overhead, forward"):
             z = revdeq.solve(evaluated, torch.zeros_like(x), x, beta=BETA, max_steps=n, state="float64", check=None).z
         phase[0] = "f again"
-        with clock.part("products and their sums"):
+        with clock.part("Jacobian products"):
             torch.autograd.grad(z, inputs, seed)
     return clock.totals
 
 
 def own_time(depths=(8, 40), budget=2.0):
-    """Seconds that the solver takes beyond f and beyond its products, for a tiny f: for each half-step, which is the
-    slope between two depths, and once for each solve, which is what is left at none."""
+    """Overhead of the solver in seconds, for a tiny f: per half-step (the slope between two depths), and per solve (the
+    intercept)."""
     f, x, seed = tiny()
     z0, inputs = torch.zeros_like(x), [x, *f.parameters()]
 
@@ -126,7 +126,7 @@ def own_time(depths=(8, 40), budget=2.0):
         runs["products", n] = functools.partial(products, f, x, n, seed)
         runs["forward", n] = functools.partial(forward, n)
         runs["both", n] = lambda n=n: torch.autograd.grad(forward(n), inputs, seed)
-    # The least of many rounds: a difference of medians would be that of what else the machine does.
+    # The minimum of many rounds: differences of medians would be dominated by other load.
     least = {name: min(seconds) for name, seconds in take_turns(runs, budget, rounds=(50, 500)).items()}
     own = {
         "forward": [least["forward", n] - least["evaluations", n] for n in depths],
@@ -156,9 +156,9 @@ def main():
         print(f"  {name:18}" + "".join(f"{share:25.1%}" for share in shares.values()))
         for part in PARTS if table else ():
             table.add(f"breakdown, {name}", part, N, "seconds", [t[part] for t in totals])
-    print("  the solver's own time, tiny f:")
+    print("  overhead of the solver, tiny f:")
     for name, per_half_step, once in own_time(budget=1.0 if quick else 5.0):
-        print(f"    {name}: {per_half_step * 1e6:.0f} us for a half-step, and once {once * 1e6:.0f} us")
+        print(f"    {name}: {per_half_step * 1e6:.0f} us per half-step, {once * 1e6:.0f} us per solve")
         if table:
             table.add("own time of a half-step, tiny f", name, N, "seconds", [per_half_step])
             table.add("own time once, tiny f", name, N, "seconds", [once])

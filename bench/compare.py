@@ -1,11 +1,10 @@
-"""What changed between two tables of measurements, beyond their noise.
+"""Compares two tables of measurements, and reports changes beyond the noise.
 
     python bench/compare.py before.csv after.csv
 
-The noise of a time is the spread of its rounds, from the 20th to the 80th percentile, in both tables: a change counts
-if the two ranges do not meet and the medians differ by more than --threshold. Memory, evaluations and errors do not
-vary from run to run by more than their last digits, and the threshold is all they need. The exit code is 1 if something
-got worse.
+A change counts if the ranges from the 20th to the 80th percentile do not overlap, and the medians differ by more than
+--threshold. (Memory, evaluations and errors hardly vary between runs, so that only the threshold matters.) The exit
+code is 1 if something got worse.
 """
 
 import argparse
@@ -44,7 +43,7 @@ def main():
     if not common:
         parser.error(f"{arguments.before} and {arguments.after} have no measurement in common")
     if before[common[0]].device != after[common[0]].device:
-        print(f"Other devices: {before[common[0]].device} and {after[common[0]].device}", file=sys.stderr)
+        print(f"Different devices: {before[common[0]].device} and {after[common[0]].device}", file=sys.stderr)
     verdicts = {key: verdict(before[key], after[key], arguments.threshold) for key in common}
     for kind in ("worse", "better"):
         for key in (key for key in common if verdicts[key] == kind):

@@ -1,18 +1,17 @@
-"""How fast the fixed point is reached, and its gradient: ours, tuned and with the paper's beta, against torchdeq's.
+"""Convergence to the fixed point and to its gradient: ours, tuned and with the paper's beta, against torchdeq's.
 
     python bench/convergence.py
 
-residual: how large ‖f(z) - z‖ / ‖z‖ is after so many evaluations of f, and what a solve without a gradient takes, in
-evaluations, time and memory, to reach 1e-2, 1e-3 and 1e-4.
-gradient: how far the gradient of the worst parameter is from that of the fixed point, relative, in the 2-norm, and what
-a forward and a backward pass take. The fixed point and its gradient are computed once, in float64, to 1e-10.
-held out: the residual after so many evaluations on batches that nothing was tuned for, with a schedule (a pair for
-every half-step, found from other batches), with the best pair for all of them, and with Anderson's best setting, chosen
-afterwards.
+residual: ‖f(z) - z‖ / ‖z‖ by the number of evaluations, and the evaluations, time and memory of a solve without a
+gradient down to 1e-2, 1e-3 and 1e-4.
+gradient: the distance of the worst parameter's gradient from that of the fixed point (relative, 2-norm), and the time
+and memory of both passes. The fixed point and its gradient are computed once, in float64, to 1e-10.
+held out: the residual on batches that were not used for tuning, with a schedule (a pair for every half-step), with the
+best constant pair, and with Anderson's best setting, chosen afterwards.
 
-Both sides are tuned, with the same number of solves and by the same residual: ours by `revdeq.tune`, Anderson
-acceleration by its history, regularisation and damping. "as it is" stands for torchdeq's own settings. All on one
-thread, and in turns. The blocks are the paper's, with random weights, and two that the presets have trained.
+Both sides are tuned with the same number of solves by the same residual: ours by `revdeq.tune`, Anderson acceleration
+by its history, regularization and damping. "as it is" means torchdeq's defaults. All on one thread, interleaved. The
+blocks are the paper's, with random weights, and two trained by presets.
 """
 
 import copy

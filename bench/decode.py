@@ -1,19 +1,18 @@
-"""Text, token by token: what one more token takes at the end of a text, with caches and without.
+"""Decoding: the time of one more token at the end of a text, with and without key-value caches.
 
     python bench/decode.py
 
-The model is a small `LanguageModel` in its form "pre-norm", of N = 4 steps, that is, 8 evaluations of its block. Beside
-it, with the same caches and measured in turns:
+The model is a small `LanguageModel` of the form "pre-norm" with N = 4 steps, that is, 8 evaluations of its block. It is
+compared, interleaved, with:
 
 whole sequence     the same model without caches, which evaluates all positions for every token
 explicit, looped   a pre-norm transformer whose 8 layers are one and the same: the same parameters, and as many
                    evaluations, so that the ratio of times is that of one evaluation (with its share of the embedding
                    and of the head)
-explicit           a transformer of 2 layers of their own, with as many parameters in all: a quarter of the evaluations
+explicit           a transformer of 2 layers with as many parameters in total: a quarter of the evaluations
 
-A token counts from the last one to its own choice, the likeliest. All of it runs in one thread, where a single position
-is computed fastest, and the clock is the processor's. The memory of the caches is stated; that
-of `explicit` is a quarter, as it has a quarter of the evaluations.
+Times are processor time on one thread, which is fastest for a single position, with greedy decoding. The table has the
+memory of the caches; `explicit` needs a quarter, for a quarter of the evaluations.
 """
 
 import time
@@ -46,7 +45,7 @@ def models(length):
 
 
 def at_the_end(model, prompts, length):
-    """A function that chooses the token after the last of so many positions, and its caches."""
+    """A function that computes the token after so many positions, and its caches."""
     tokens = torch.randint(SIZES["vocabulary"], (prompts, 1), device=DEVICE)
     caches = Caches(length, torch.zeros(prompts, dtype=torch.long, device=DEVICE))
 
@@ -56,7 +55,7 @@ def at_the_end(model, prompts, length):
         return LIKELIEST.of_each(model._decoded(tokens, caches))
 
     token()
-    for cache in caches._each:  # as if the positions before had been evaluated
+    for cache in caches._each:  # as if the earlier positions had been evaluated
         for x in cache._kept():
             x.normal_()
     return token, caches
@@ -98,7 +97,7 @@ def main():
             if name in memory:
                 table.add(case, name, length, "bytes", [memory[name]])
                 table.add(case, name, length, "of an explicit evaluation", [ratios[name]])
-        print(f"{'':17}caches make it {gain:.0f} times as fast")
+        print(f"{'':17}caches are {gain:.0f} times as fast")
         if table is not None:
             table.add(f"decode, {prompts} prompts", OURS, length, "times as fast as the whole sequence", [gain])
 

@@ -1,10 +1,9 @@
-"""Everything that a machine with a GPU can tell, in one command and one file to send: `make gpu`.
+"""Tests and measures a GPU, and packs all results into one file: `make gpu`.
 
     make gpu                  # about twenty minutes: doctor, the tests, the benchmarks
     make gpu QUICK=1          # a few minutes
 
-Each part has a log of its own. One that fails or takes too long is noted, and the others are run nevertheless. It runs
-without a GPU as well, and says so.
+Each part has its own log. If one fails or times out, the others still run. It also runs without a GPU, and says so.
 """
 
 import argparse
@@ -24,15 +23,15 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--durations=20"]
 ON_THE_GPU = ["tests/kernels/test_kernels.py", "tests/kernels/test_backends.py", "tests/solver", "-k", "not fakegpu"]
-"""Tests that use a GPU where there is one. The others would tell nothing new."""
+"""The tests that use a GPU."""
 
 
 TOOLS = {"nvidia-smi": ["-q"], "rocm-smi": ["--showallinfo"], "xpu-smi": ["discovery"]}
-"""The vendors' own, each with what makes it tell all it knows."""
+"""The vendors' tools, with the flags for full output."""
 
 
 def parts(quick, out):
-    """By name, what to run, and for how many seconds at most."""
+    """Commands by name, with a timeout in seconds."""
     bench = [sys.executable, str(ROOT / "bench/run.py"), "--out", str(out / "bench"), *["--quick"] * quick]
     chosen = {
         "packages": ([sys.executable, "-m", "pip", "freeze"], 60),
@@ -55,19 +54,19 @@ import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])
 """
-"""Runs a command that can be interrupted: what a shell has started in the background, as with nohup, ignores SIGINT,
-and so would its children."""
+"""Runs a command that reacts to SIGINT: processes that a shell starts in the background ignore it, and so would their
+children."""
 
 
 def run(command, limit, log):
-    """How it ended, in words, with its output in a file."""
+    """Run a command with its output in a file. Returns a description of how it ended."""
     command = [sys.executable, "-c", INTERRUPTIBLE, *command]
     with log.open("wb") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGINT)  # benchmarks then save what they have
+            os.killpg(process.pid, signal.SIGINT)  # benchmarks then save their results so far
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)
             with contextlib.suppress(ProcessLookupError):
@@ -78,7 +77,7 @@ def run(command, limit, log):
 
 
 def device():
-    """The name of what is measured, and whether it is a GPU. torch is asked in a process of its own: it may crash."""
+    """The name of the device, and whether it is a GPU. In a separate process, because torch may crash."""
     code = "from revdeq import _device as d; x = d.best(); print(x.type, d.name(x), sep='\\n')"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     kind, name, *_ = result.stdout.splitlines() if result.returncode == 0 else ("unknown", "unknown device")
@@ -91,11 +90,9 @@ def main():
     parser.add_argument("--out", type=Path, default=ROOT, help="the folder for the archive; default: %(default)s")
     arguments = parser.parse_args()
     name, is_gpu = device()
-    print(f"{name}" + ("" if is_gpu else ": NO GPU was found, this is a rehearsal"), flush=True)
+    print(f"{name}" + ("" if is_gpu else ": NO GPU was found, this is a dry run"), flush=True)
     if not is_gpu and any(map(shutil.which, TOOLS)):
-        print(
-            "This torch cannot use the GPU that seems to be here: docs/gpu.md says how to use another one.", flush=True
-        )
+        print("There is a GPU that this torch cannot use: docs/gpu.md says how to install another torch.", flush=True)
     title = re.sub(r"[^a-z0-9]+", "-", f"revdeq {name} {time.strftime('%Y%m%d %H%M%S')}".lower()).strip("-")
     out = arguments.out / title
     out.mkdir(parents=True)
@@ -123,7 +120,7 @@ def main():
         with tarfile.open(archive, "w:gz") as file:
             file.add(out, title)
         shutil.rmtree(out)
-        print(f"All of it is in {archive}: CONTRIBUTING.md says where to send it.")
+        print(f"The results are in {archive}: CONTRIBUTING.md says where to send it.")
     return 0 if all(part["how"] == "passed" for part in summary["parts"].values()) else 1
 
 

@@ -1,19 +1,21 @@
-"""Host time: what Python and torch spend on a solve beyond bare evaluations of f. A GPU of small kernels waits for it.
+"""Host overhead: the time that Python and torch spend on a solve beyond bare evaluations of f. With small kernels, a
+GPU waits for it.
 
     python bench/host.py
 
-Tensors are tiny, so that computing takes next to nothing, and the clock is the processor's. Bare is a loop of 2 N
+Tensors are tiny, so that computing takes almost no time, and the clock is processor time. Bare is a loop of 2 N
 evaluations of f with their graphs, and for the backward pass a loop of 2 N evaluations with their vector-Jacobian
-products. What a solver takes above that, at several depths N, lies on a line: its slope is what a half-step costs, and
-where it begins is what a solve costs once. Beside them is all of a solve, both passes, over its 2 N evaluations.
+products. The time of a solver minus that is fitted by a line over the depths N: the slope is the overhead per
+half-step, the intercept the overhead per solve. The last column is the time of a whole solve, both passes, per
+evaluation.
 
-A stored graph does not evaluate f again, and its backward pass is below the bare one. Of torchdeq, whose solver makes
-2 N iterations, the backward pass is no such line above bare: it takes one product with a phantom gradient, and 2 N of
-one graph by the implicit function theorem (IFT). It counts in the time of all. Its forward pass builds no graphs.
+A stored graph does not evaluate f again, so its backward pass is below the bare one. torchdeq's backward pass is not
+such a line: with a phantom gradient it takes one product, and with the implicit gradient (IFT) 2 N products of one
+graph. It counts only in the last column. Its forward pass builds no graphs.
 
-With Triton, half-steps are also launched as for a GPU, by a driver that is a stub: kernels are compiled, chosen and
-called, and nothing is computed, so that all states are zeros. Everything else runs on CPU tensors there, too. So it is
-not the time of a GPU, nor that of its driver or of what waits for it, and a backward pass has no thread of its own.
+With Triton, half-steps are also launched as for a GPU, with a stubbed driver: kernels are compiled, selected and
+called, but compute nothing, so that all states are zeros. Everything else runs on CPU tensors. These are not times of a
+GPU or of its driver, and the backward pass has no separate thread.
 """
 
 import contextlib
@@ -45,16 +47,16 @@ SHAPE = (4, 8)
 BETA = 0.5
 DEPTHS = (2, 8, 16)
 BLOCKS = 5
-"""Rounds are dealt to blocks by turns: the spread of their medians is the noise."""
+"""Rounds are assigned to blocks round-robin: the spread of their medians is the noise."""
 CALIBRATION = 4
-"""The depth of the bare solve before and after each run that tells how fast the machine is just then. Beside others on
-the same cores it may take half as long again, or twice as long, for a minute at a stretch; processor time, too."""
+"""The depth of the bare solve before and after each run, which measures the current speed of the machine. Other load on
+the same cores can slow it down by 1.5 to 2 for a minute, in processor time, too."""
 PASSES = ("forward", "backward")
 PER_HALF_STEP, ONCE, TOTAL = "seconds per half-step", "seconds once per solve", "seconds per evaluation"
 COLUMNS = (*(f"{way} {what}" for what in (PER_HALF_STEP, ONCE) for way in PASSES), TOTAL)
 LAUNCHES = "launches per evaluation"
 CPU, STUBBED = "CPU", "GPU, driver stubbed"
-NOTES = {CPU: "half-steps in C", STUBBED: "half-steps by Triton up to the driver, on CPU tensors; no time of a GPU"}
+NOTES = {CPU: "half-steps in C", STUBBED: "half-steps by Triton up to the driver, on CPU tensors; not GPU time"}
 
 
 class Small(nn.Module):
@@ -83,7 +85,7 @@ FUNCTIONS = {"small": Small, "ten operations": TenOperations}
 
 
 class Problem:
-    """f, and what is made once and not timed."""
+    """f, and tensors that are created once and not timed."""
 
     def __init__(self, make):
         torch.manual_seed(0)
@@ -104,9 +106,9 @@ def by_autograd(solver):
 
 
 def anderson(**settings):
-    """torchdeq's, of 2 N iterations, in the backward pass too if that has any."""
+    """torchdeq's solver with 2 N iterations, in both passes if the backward pass has any."""
 
-    @functools.cache  # it is made once, like a layer
+    @functools.cache  # created once, like a layer
     def deq(n):
         import torchdeq
 
@@ -127,7 +129,7 @@ REVERSIBLE = {
 }
 OTHERS = {"stored graph": by_autograd(stored_graph), "checkpoint": by_autograd(checkpointed)}
 TORCHDEQ = {"torchdeq Anderson, phantom": anderson(), "torchdeq Anderson, IFT": anderson(ift=True)}
-"""A phantom gradient is its default."""
+"""The phantom gradient is torchdeq's default."""
 
 
 def of_bare(problem, n):
@@ -149,12 +151,12 @@ def of_solver(solver, problem, n):
     z = solver(problem, n)
     middle = time.process_time()
     torch.autograd.grad(z, problem.inputs, problem.seed)
-    del z  # and with it what is left of the graph
+    del z  # frees the rest of the graph
     return middle - start, time.process_time() - middle
 
 
 def inside(around, run):
-    """The run in a place, which is not timed."""
+    """Enter the context of a place outside of the timed part."""
 
     def inside_it():
         with around():
@@ -164,7 +166,7 @@ def inside(around, run):
 
 
 def runs_in(around, make, solvers, depths):
-    """By provider and depth, functions that return the seconds of the forward and of the backward pass."""
+    """Functions, by provider and depth, that return the seconds of both passes."""
     problem, runs = Problem(make), {}
     for n in depths:
         runs["bare", n] = inside(around, functools.partial(of_bare, problem, n))
@@ -174,8 +176,8 @@ def runs_in(around, make, solvers, depths):
 
 
 def in_turns(cases, budget):
-    """What the runs of all cases return, round by round, for so many seconds, and for a round in each block: seconds of
-    a machine that is all the time as fast as it was at its fastest."""
+    """The results of all cases, round by round, for so many seconds, but at least one round per block. Times are scaled
+    to the machine's fastest speed."""
     taken = {case: {key: [] for key in runs} for case, runs in cases.items()}
     calibration = functools.partial(of_bare, Problem(Small), CALIBRATION)
     before = fastest = sum(calibration())
@@ -184,7 +186,7 @@ def in_turns(cases, budget):
     end, rounds = time.perf_counter() + budget, 0
     with tqdm(desc="host time", unit=" rounds", leave=False, disable=None) as progress:
         while rounds < BLOCKS or time.perf_counter() < end:
-            random.Random(rounds).shuffle(order)  # a run after another of its kind finds its code in the caches
+            random.Random(rounds).shuffle(order)  # a fixed order would favour runs whose code is still cached
             for case, key in order:
                 seconds, after = cases[case][key](), sum(calibration())
                 around, before = (before + after) / 2, after
@@ -199,17 +201,17 @@ def in_turns(cases, budget):
 
 
 def line(depths, values):
-    """Its slope by half-steps, of which there are 2 N, and where it begins: least squares."""
+    """Least squares: the slope per half-step (there are 2 N), and the intercept."""
     return tuple(statistics.linear_regression([2 * n for n in depths], values))
 
 
 def quantities(seconds, name, depths):
-    """Of a provider, by column, from the seconds of each pass by provider and depth. Those of `bare` are its own, and
-    others are above it."""
+    """The columns of a provider, from the seconds of each pass by provider and depth: those of `bare` itself, and of
+    others minus `bare`."""
     found = {}
     for i, way in enumerate(PASSES):
         if name in TORCHDEQ and way == "backward":
-            continue  # it makes no such evaluations
+            continue  # it does not make these evaluations
         if name == "bare":
             found[f"{way} {PER_HALF_STEP}"], _ = line(depths, [seconds[name, n][i] for n in depths])
             continue
@@ -219,7 +221,7 @@ def quantities(seconds, name, depths):
 
 
 def by_blocks(taken, name, depths):
-    """Of a provider, by column, a number for each block."""
+    """The columns of a provider, with a number per block."""
     columns = {}
     for block in range(BLOCKS):
         rounds = {key: each[block::BLOCKS] for key, each in taken.items()}
@@ -230,7 +232,7 @@ def by_blocks(taken, name, depths):
 
 
 class Launches:
-    """In place of the list of a stubbed driver's calls."""
+    """Replaces the list of calls of the stubbed driver."""
 
     def __init__(self):
         self.count = 0
@@ -246,7 +248,7 @@ class Launches:
 
 @contextlib.contextmanager
 def stubbed():
-    """Triton's launches on CPU tensors go nowhere, and are counted."""
+    """Triton's launches on CPU tensors are counted and ignored."""
     from stub_driver import stub
 
     from revdeq.kernels import gpu
@@ -259,8 +261,7 @@ def stubbed():
 
 @contextlib.contextmanager
 def launching():
-    """Solves launch, and torch.empty gives zeros: what no kernel writes would be what was there before, and a solve
-    refuses NaN."""
+    """Solves launch kernels that write nothing, so torch.empty must return zeros: a solve refuses NaN."""
     fill = zero_fill()
     fill.value = True
     try:
@@ -271,26 +272,26 @@ def launching():
 
 
 def zero_fill():
-    """torch's own switch for it, which Python knows no name of."""
+    """torch's switch for it, which has no Python name."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     return ctypes.c_bool.in_dll(library, "FLAGS_caffe2_cpu_allocator_do_zero_fill")
 
 
 def no_stub():
-    """Why solves cannot be run with a stubbed driver, if so."""
+    """Why solves cannot run with a stubbed driver, or None."""
     if gpu_targets.missing:
         return gpu_targets.missing
     try:
         zero_fill()
     except (OSError, ValueError) as error:
-        return f"torch {torch.__version__} cannot be told to clear memory ({error})"
+        return f"torch {torch.__version__} cannot be set to clear memory ({error})"
     return ""
 
 
 def show(title, found, deepest):
     launched = any(LAUNCHES in columns for columns in found.values())
     print(f"\n{title}")
-    print(f"  {'':32}{'per half-step':>20}{'once per solve':>20}{'in all':>12}" + f"{'launches':>10}" * launched)
+    print(f"  {'':32}{'per half-step':>20}{'once per solve':>20}{'total':>12}" + f"{'launches':>10}" * launched)
     print(f"  {'':32}" + 2 * f"{'forward':>10}{'backward':>10}" + f"{f'N = {deepest}':>12}")
     for name, columns in found.items():
         middle = {column: statistics.median(values) for column, values in columns.items()}
@@ -301,7 +302,7 @@ def show(title, found, deepest):
 
 def main():
     table, quick = options(__doc__, "few rounds and depths, without torchdeq")
-    warnings.simplefilter("error", revdeq.ReconstructionWarning)  # a solve that goes wrong is not worth its time
+    warnings.simplefilter("error", revdeq.ReconstructionWarning)  # a wrong solve must not be measured
     torch.set_num_threads(1)
     depths, budget = (DEPTHS[:2], 5.0) if quick else (DEPTHS, 90.0)
     others = OTHERS if quick or importlib.util.find_spec("torchdeq") is None else OTHERS | TORCHDEQ
@@ -312,21 +313,21 @@ def main():
             try:
                 launches = stack.enter_context(stubbed())
                 places[STUBBED] = (launching, REVERSIBLE)
-            except (AttributeError, ImportError) as error:  # the rest needs nothing that is not public
+            except (AttributeError, ImportError) as error:  # only the stub uses private names
                 trouble = f"the stub does not fit these kernels ({error})"
         if trouble:
-            print(f"Nothing is launched: {trouble}")
+            print(f"No launches: {trouble}")
         cases = {
             (name, place): runs_in(around, make, solvers, depths)
             for place, (around, solvers) in places.items()
             for name, make in FUNCTIONS.items()
         }
-        for runs in cases.values():  # what is compiled, imported or cached is so from now on
+        for runs in cases.values():  # warm-up: compiles, imports and fills caches
             for run in runs.values():
                 run()
         counts = {case: {key: launches.during(run) for key, run in runs.items()} for case, runs in cases.items()}
         taken = in_turns(cases, budget)
-    print("\nmicroseconds of processor time above bare, and of bare itself; in all: per evaluation of a whole solve")
+    print("\nmicroseconds of processor time beyond bare, and of bare itself; total: per evaluation of a whole solve")
     for (name, place), rounds in taken.items():
         found = {}
         for provider in dict.fromkeys(provider for provider, _ in rounds):

@@ -1,10 +1,10 @@
-"""A maze as it is being solved: what the model answers after N steps, as a picture and as an animation.
+"""A maze while it is being solved: the answer of the model after N steps, as a picture and as an animation.
 
     python -m revdeq train maze-tiny
     python bench/maze_picture.py runs/maze-tiny/last.pt            # maze-solved.png and .gif in bench/results/evidence
 
-Every answer is a solve of its own, from z = 0. Of 200 mazes, among those that are solved with N = 32, it is that with
-most to show: a long path, and much beside it to be ruled out.
+Every answer is a separate solve from z = 0. The maze is chosen from 200: among those solved with N = 32, the one with a
+long path and many dead ends.
 """
 
 import argparse
@@ -21,7 +21,7 @@ FRAMES = (*range(1, 33), 40, 48, 64)
 
 
 def answered(checkpoint, cells):
-    """A maze, its path, and the probability of each pixel to be on the path, by the number of steps."""
+    """A maze, its path, and the probability that a pixel is on the path, by the number of steps."""
     trained = restored(checkpoint, None, {"cells": cells})
     generator = torch.Generator().manual_seed(7)
     inputs, targets = (
@@ -56,7 +56,7 @@ def side_by_side(maze, target, answers):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 2.8), layout="constrained")
-    figure.suptitle("What the model takes for the path (blue) from the start (green) to the end (red)", fontsize=13)
+    figure.suptitle("The predicted path (blue) from the start (green) to the end (red)", fontsize=13)
     for axes, depth in zip(figure.subplots(1, len(DEPTHS)), DEPTHS, strict=True):
         axes.imshow(picture(maze, answers[depth]))
         right = ((answers[depth] > 0.5) == (target == 1)).all()
