@@ -1,6 +1,6 @@
-"""The options of a solve: declared, documented and checked here, once.
+"""The options of a solve: declared, documented and checked here.
 
-`revdeq.solve`, `revdeq.RevDEQ` and `revdeq.verify` take them as keywords and pass them on as they are.
+`revdeq.solve`, `revdeq.RevDEQ` and `revdeq.verify` take them as keyword arguments.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ GRADIENTS = ("exact", "implicit")
 
 @dataclass(frozen=True)
 class Exact:
-    """The exact state with another range: integers, whose steps are undone to the last bit, for every beta and N.
+    """The exact state with a custom range: integers, whose steps are inverted bit for bit, for every beta and N.
 
     Pass it as `state`. `state="exact"` is `Exact()`.
 
     Args:
-        fraction_bits: How many of the 32 bits of a number stand behind the point, from 1 to 30. A number then stays
-            below 2^(31 - fraction_bits) and resolves 2^-fraction_bits: with 24 bits, below 128 and 6e-8.
+        fraction_bits: The number of fractional bits, of 32, from 1 to 30. Magnitudes must stay below
+            2^(31 - fraction_bits), and the resolution is 2^-fraction_bits: 128 and 6e-8 with 24 bits.
 
     Raises:
         ValueError: fraction_bits is not an integer from 1 to 30.
@@ -45,61 +45,60 @@ class Exact:
 
     def __post_init__(self) -> None:
         if type(self.fraction_bits) is not int or not 1 <= self.fraction_bits <= 30:
-            raise ValueError(f"fraction_bits = {self.fraction_bits!r} must be an integer from 1 to 30; 24 is usual")
+            raise ValueError(
+                f"fraction_bits = {self.fraction_bits!r} must be an integer from 1 to 30; the default is 24"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to iterate.
+    """The options of a solve.
 
     Args:
-        beta: The relaxation, in (0, 2) and not 1. Below 1 it tolerates an f that rotates, as attention does; above 1
-            it is faster where f only contracts, as convolutions do. `revdeq.tune` finds a good one. It is rounded to
-            float32 once, which makes beta * f exact in float64.
+        beta: The relaxation, in (0, 2) and not 1. Below 1 it tolerates an f that rotates, such as attention; above 1 it
+            is faster if f only contracts, as convolutions do. `revdeq.tune` finds a good one. It is rounded to float32,
+            which makes beta * f exact in float64.
         gamma: The damping of f, in (0, 3]: f(z) is replaced by (1 - gamma) z + gamma f(z). 1 is the paper's iteration.
-        schedule: A pair (beta, gamma) for every half-step, for the first ones: a sequence of pairs, a tensor of shape
-            (K, 2), or what `revdeq.tune(..., schedule=True)` found. Shorter solves take its first pairs, and after its
-            end beta and gamma go on. A tensor that requires a gradient gets one.
-        max_steps: The number of steps N, each of which evaluates f twice; with a `tol`, the largest number.
-        tol: None takes exactly `max_steps` steps and never waits for the device. With tol > 0 the iteration stops
-            after the first step whose relative change, `Solution.change`, is at most tol.
-        per_example: With a `tol`, whether each example of a batch, which is the first dimension of z0, stops by itself:
-            after its own first step whose relative change is at most tol its states stay as they are, and f, which
-            still reads them, moves the others. `Solution.steps` and `Solution.change` then have an entry for each
-            example, and an example's result does not depend on the others, if f treats them independently.
-        compact: With `per_example` and without a gradient (torch.no_grad), whether f is given only the examples that
-            still move, to spare evaluations of the others. They are cut out of z and of all tensors in args and kwargs
-            whose first dimension has the size of the batch, whenever their number falls below a power of two. f
-            must treat examples independently, and what it reads of each must be an argument of it. Where gradients are
-            enabled, where f draws random numbers and in `revdeq.steps` f is given all examples.
-        indexed: Whether f is called as f(z, *args, evaluation=k), with k = 0 ... 2 * max_steps - 1, the same on the way
-            back: for modules, embeddings or caches of their own in every evaluation.
-        aux: Whether f returns a pair (state, aux). `Solution.aux` is then the sum of the aux of all evaluations, a
-            tensor or a tree of them, with exact gradients; with aux="list" it is their list.
-        state: How the solver keeps y and z. "auto" takes "float64" where that is safe, because the way back loses at
-            most 32 of its 53 bits, or because z0 is float64, or because no step has to be undone; and "exact"
-            otherwise. "float64" is the paper's mixed precision, whose error grows on the way back, like
-            |1 - beta|^-N. "exact" keeps integers in the same 8 bytes, and its steps lose nothing: the gradient is that
-            of a stored graph of the same steps, for every beta and N. The integers resolve 6e-8, which is coarser than
-            a float64 f; 1 - beta is rounded to the nearest fraction with a denominator of at most 64, and with "auto"
-            always, so that every N has the same iteration; magnitudes must stay below 128 (or set
-            `revdeq.Exact(fraction_bits=...)`). They need 8 more bytes per element of z0 whenever so many steps are
-            exceeded: 32 with beta .5, 16 with .75, 13 with .8, 9 with .9.
-        check: What to do when the backward pass finds that its gradient cannot be trusted, because it did not arrive
-            at z0 again: "warn", once for each line that calls, "raise", or None to skip the check. On the CPU you are
-            told at the end of the backward pass; on other devices, which are not waited for, at a later call of
-            `solve` or when the process ends. While a CUDA graph is captured, nothing is checked. With
-            gradient="implicit", which undoes no step, it is whether z is still as near to f(z) as it was, and the
-            convergence of the adjoint; and where `backward_steps` ends before z0, z is compared there, unless there
-            is a `tol`.
-        gradient: "exact" is the gradient of the iteration that ran. "implicit" is that of the fixed point itself, as
-            classical equilibrium models take it: the adjoint equation is solved at the last state, with the same beta,
-            gamma, max_steps and tol. It is faster, it is wrong where the iteration has not converged, and z0 gets no
-            gradient.
-        keep: How many of the last evaluations keep their graphs, so that the backward pass does not evaluate f again
-            there. 0 takes the least memory, and 2 * max_steps the time and the memory of a stored graph.
-        backward_steps: None differentiates all steps. A number k differentiates only the last k, which is an
-            approximation, and then z0 gets no gradient unless k is at least the number of steps.
+        schedule: A pair (beta, gamma) for each of the first half-steps: a sequence of pairs, a tensor of shape (K, 2),
+            or the result of `revdeq.tune(..., schedule=True)`. Shorter solves use its first pairs, and longer ones
+            continue with beta and gamma. A tensor that requires a gradient gets one.
+        max_steps: The number of steps N, each of which evaluates f twice; with a `tol`, the maximum.
+        tol: None takes exactly `max_steps` steps and never synchronizes with the device. With tol > 0 the iteration
+            stops after the first step whose relative change, `Solution.change`, is at most tol.
+        per_example: With a `tol`, whether each example of a batch (the first dimension of z0) stops separately: after
+            the first step whose relative change for this example is at most tol, its states are frozen. f is still
+            evaluated on the whole batch. `Solution.steps` and `Solution.change` then have an entry per example, and the
+            result of an example does not depend on the others, if f treats examples independently.
+        compact: With `per_example` and without gradients (torch.no_grad), whether f is evaluated only on the examples
+            that have not stopped. They are selected from z and from all tensors in args and kwargs whose first
+            dimension is the batch, whenever their number falls below a power of two. f must treat examples
+            independently, and must get per-example tensors as arguments. With gradients, with random numbers in f, and
+            in `revdeq.steps`, f is evaluated on the whole batch.
+        indexed: Whether f is called as f(z, *args, evaluation=k), with k = 0 ... 2 * max_steps - 1, in both passes: for
+            modules, embeddings or caches that differ by evaluation.
+        aux: Whether f returns a pair (state, aux). `Solution.aux` is then the sum of aux over all evaluations, a tensor
+            or a tree of tensors, with exact gradients; with aux="list", the list of them.
+        state: The format of y and z. "auto" chooses "float64" if that is safe (reconstruction loses at most 32 of its
+            53 bits, or z0 is float64, or no step has to be inverted), and otherwise "exact". "float64" is the paper's
+            mixed precision; its reconstruction error grows like |1 - beta|^-N. "exact" stores integers in the same 8
+            bytes, and its steps lose no bits: the gradient is that of a stored graph of the same steps, for every beta
+            and N. The resolution is 6e-8, coarser than a float64 f. 1 - beta is rounded to the nearest fraction with a
+            denominator of at most 64, also with "auto", so that every N runs the same iteration. Magnitudes must stay
+            below 128 (or use `revdeq.Exact(fraction_bits=...)`). Remainders take 8 more bytes per element of z0
+            for every 32 steps with beta .5, 16 with .75, 13 with .8, and 9 with .9.
+        check: What to do if the backward pass fails to reconstruct z0, so that the gradient cannot be trusted: "warn",
+            once per calling line, "raise", or None to skip the check. On the CPU this happens at the end of the
+            backward pass; on other devices, without synchronizing, at a later call of `solve` or at exit. During CUDA
+            graph capture nothing is checked. With gradient="implicit", the check is whether z is still as close to f(z)
+            as it was, and whether the adjoint converged. If `backward_steps` stops before z0, z is compared there,
+            unless there is a `tol`.
+        gradient: "exact" is the gradient of the iteration that ran. "implicit" is that of the fixed point, as in
+            classical equilibrium models: the adjoint equation is solved at the last state, with the same beta, gamma,
+            max_steps and tol. It is faster, wrong if the iteration has not converged, and z0 gets no gradient.
+        keep: The number of last evaluations whose graphs are stored, so that the backward pass does not evaluate f
+            again there. 0 needs the least memory; 2 * max_steps needs the time and the memory of a stored graph.
+        backward_steps: None differentiates all steps. A number k truncates the gradient to the last k steps; z0 then
+            gets no gradient unless k is at least the number of steps.
     """
 
     beta: float = 0.5
@@ -136,17 +135,17 @@ class Options:
                     f"tol = {self.tol!r} must be positive and finite, or None to take exactly max_steps steps"
                 )
         if self.per_example and self.tol is None:
-            raise ValueError("per_example = True needs a tol, at which an example stops: set tol=1e-3, for example")
+            raise ValueError("per_example = True needs a tol, at which an example stops: for example tol=1e-3")
         if self.compact and not self.per_example:
-            raise ValueError("compact = True leaves out examples that have stopped: set per_example=True, and a tol")
+            raise ValueError("compact = True leaves out examples that have stopped: set per_example=True and a tol")
         if self.compact and self.aux:
             raise ValueError(
-                f"aux = {self.aux!r} would be of other examples in every evaluation: with compact=True leave it out"
+                f"aux = {self.aux!r} would have different examples in every evaluation: leave it out with compact=True"
             )
         if self.per_example and self.backward_steps is not None:
             raise ValueError(
-                f"backward_steps = {self.backward_steps!r} are the last steps of the batch, in which some examples "
-                "rest: with per_example=True leave it out"
+                f"backward_steps = {self.backward_steps!r} counts steps of the batch, in which some examples have "
+                "already stopped: leave it out with per_example=True"
             )
         if self.state not in ("auto", "float64", "exact") and not isinstance(self.state, Exact):
             raise ValueError(
@@ -156,20 +155,20 @@ class Options:
             raise ValueError(f"check = {self.check!r} must be 'warn', 'raise' or None")
         if self.gradient not in GRADIENTS:
             raise ValueError(
-                f"gradient = {self.gradient!r} must be 'exact', that of the iteration, or 'implicit', that of the "
-                "fixed point by the implicit function theorem"
+                f"gradient = {self.gradient!r} must be 'exact' (of the iteration) or 'implicit' (of the fixed point, "
+                "by the implicit function theorem)"
             )
         if self.gradient == "implicit":
             for name, none in (("keep", 0), ("backward_steps", None), ("aux", False)):
                 if getattr(self, name) != none:
                     raise ValueError(
-                        f"{name} = {getattr(self, name)!r} belongs to gradient='exact': with gradient='implicit' leave "
-                        "it out"
+                        f"{name} = {getattr(self, name)!r} applies to gradient='exact' only: leave it out with "
+                        "gradient='implicit'"
                     )
 
     @property
     def pairs(self) -> tuple[tuple[float, float], ...]:
-        """Those of the schedule."""
+        """The pairs of the schedule."""
         return self.schedule or ()
 
 
@@ -183,7 +182,7 @@ def options_from(keywords: dict[str, Any], names: Sequence[str] = NAMES) -> Opti
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
             value = keywords[name]
             if isinstance(value, torch.Tensor):
-                raise TypeError(f"unknown keyword {name}, a tensor: pass f's tensors by position, solve(f, z0, x)")
+                raise TypeError(f"unknown keyword {name}, a tensor: pass f's tensors positionally: solve(f, z0, x)")
             raise TypeError(f"unknown keyword {name} = {value!r}: {hint}")
     try:
         return _options(tuple(keywords.items()))
@@ -200,8 +199,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def with_options(*, only: Sequence[str] = NAMES) -> Callable[[F], F]:
-    """Gives a function or method that takes **options their names and defaults, and their documentation: the line
-    "{options}" of its docstring is replaced. only: those that mean something to it."""
+    """Decorator: gives a function with **options their names, defaults and documentation, which replaces the line
+    "{options}" of its docstring. only: the options that apply to it."""
 
     def decorated(function: F) -> F:
         signature = inspect.signature(function)
@@ -220,7 +219,7 @@ def with_options(*, only: Sequence[str] = NAMES) -> Callable[[F], F]:
 
 
 def documented(docstring: str, only: Sequence[str] = NAMES) -> str:
-    """With the options in the place of its line "{options}", which stands among its `Args:`."""
+    """The docstring with the options in place of the line "{options}" in its `Args:`."""
     if not docstring:  # python -OO
         return docstring
     lines = inspect.cleandoc(Options.__doc__ or "").splitlines()
@@ -252,19 +251,19 @@ def _check_pair(beta_name: str, beta: Any, gamma_name: str, gamma: Any) -> None:
         rounded = _float32(value)
         if not rounded > 0 or not (rounded < 2 or (kind == "gamma" and rounded <= 3)):
             raise ValueError(
-                f"{name} = {value!r} must lie in {MOST[kind]}, also after rounding to float32: outside, the iteration "
-                "converges for no f; use revdeq.tune to find a good one"
+                f"{name} = {value!r} must be in {MOST[kind]}, also after rounding to float32: outside, the iteration "
+                "converges for no f; revdeq.tune finds a good one"
             )
     if Coefficients.rounded(beta, gamma).a == 0:
         raise ValueError(
-            f"{beta_name} = {beta!r} must not be 1, also after rounding to float32: 1 - beta is what the backward "
-            "pass divides by; 0.5 to 0.9 work well, or use revdeq.tune"
+            f"{beta_name} = {beta!r} must not be 1, also after rounding to float32: the backward pass divides by "
+            "1 - beta; 0.5 to 0.9 work well, or use revdeq.tune"
         )
 
 
 def _pairs(schedule: Any) -> tuple[tuple[float, float], ...] | None:
-    """Of a schedule as users give it."""
-    schedule = getattr(schedule, "schedule", schedule)  # what revdeq.tune found
+    """The pairs of a schedule in any of its forms."""
+    schedule = getattr(schedule, "schedule", schedule)  # the result of revdeq.tune
     if schedule is None:
         return None
     if isinstance(schedule, torch.Tensor):

@@ -67,7 +67,7 @@ def test_options_are_documented_and_declared_wherever_they_are_taken():
         ({"tol": "1e-3"}, TypeError, "tol = '1e-3' .*None"),
         ({"check": "ignore"}, ValueError, "check = 'ignore' .*'warn', 'raise' or None"),
         ({"state": "float32"}, ValueError, "state = 'float32' .*'auto', 'float64', 'exact'"),
-        ({"gradient": "ift"}, ValueError, "gradient = 'ift' .*'exact', .*'implicit'"),
+        ({"gradient": "ift"}, ValueError, "gradient = 'ift' .*'exact'.*'implicit'"),
         ({"keep": -1}, ValueError, "keep = -1 .*at least 0"),
         ({"keep": 1.5}, TypeError, "keep = 1.5 .*integer"),
         ({"backward_steps": 0}, ValueError, "backward_steps = 0 .*at least 1.*None"),

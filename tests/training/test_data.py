@@ -88,7 +88,7 @@ def test_every_layout_of_cifar10_gives_the_same_images(tmp_path):
         assert np.array_equal(labels[:4], expected_labels[valid]) and len(labels) == 20
         assert np.array_equal(images[:4].reshape(4, -1), expected_pixels[valid])
         assert np.array_equal(data.evaluated["test"][1], cifar_records(40, seed=5)[0])
-        assert "180 training, 20 valid, 40 test images (a part:" in data.describe()
+        assert "180 training, 20 valid, 40 test images (a subset:" in data.describe()
     whole = Cifar10(layouts[0], held_out=None)
     assert np.array_equal(whole.labels[:40], expected_labels) and whole.splits == ("test",) == (whole.validation,)
     for wrong in (1, 201, 0.1):

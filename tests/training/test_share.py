@@ -513,7 +513,7 @@ def test_what_cannot_be_classified_is_named(runs, pictures, tmp_path, monkeypatc
     (pictures / "f.png").write_bytes(b"nothing")
     run = runs / "cifar10-tiny"
     cases = [
-        ((run, pictures), "f.png not a readable image: "),
+        ((run, pictures), "f.png is not a readable image: "),
         ((run, tmp_path / "none"), "there is no image or folder "),
         ((run, runs), "contains no image: expected files that end in .png, .jpg, .jpeg"),
         (
