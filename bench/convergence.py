@@ -62,6 +62,7 @@ PROVIDERS = {
     "Broyden, IFT": (16, 24),
     "Anderson, phantom": (16,),
 }
+OURS = ("ours, tuned", "ours, schedule", "ours, beta .5", "ours, beta .8")
 QUICK = {"ours, tuned, implicit": (16,), "Anderson, IFT": (16,)}
 SEEN, HELD_OUT = 3, 2
 """Batches to tune for, and to measure on."""
@@ -109,8 +110,9 @@ class Problem:
         anderson = self.anderson if anderson is None else anderson
 
         def ours(name, k):
+            pair = self._pair(name, k)
             with torch.no_grad():
-                return revdeq.solve(self.f, torch.zeros_like(self.x), self.x, max_steps=k // 2, **self._pair(name)).z
+                return revdeq.solve(self.f, torch.zeros_like(self.x), self.x, max_steps=k // 2, **pair).z
 
         def torchdeqs(name, k, **settings):
             iterations = k - 1 if name == "broyden" else k  # it evaluates f once before them
@@ -120,7 +122,7 @@ class Problem:
                 )[0]
 
         return {
-            **{name: functools.partial(ours, name) for name in ("ours, tuned", "ours, beta .5", "ours, beta .8")},
+            **{name: functools.partial(ours, name) for name in OURS},
             "Anderson": functools.partial(torchdeqs, "anderson", **anderson),
             "Anderson as it is": functools.partial(torchdeqs, "anderson"),
             "Broyden": functools.partial(torchdeqs, "broyden"),
@@ -146,7 +148,9 @@ class Problem:
     @torch.no_grad()
     def residuals(self, name):
         """By the number of evaluations, until the smallest target is reached."""
-        if name.startswith("ours"):
+        if name == "ours, schedule":  # each is made for its own number
+            found = {k: self.residual(self.solvers()[name](k)) for k in SCHEDULED}
+        elif name.startswith("ours"):
             found = self._along(**self._pair(name))
         else:
             settings = self.anderson if name == "Anderson" else {}
@@ -224,8 +228,10 @@ def worst(gradients, expected):
 
 def measure_residuals(given, block, add, quick, clock):
     """What solves without a gradient take."""
-    needed = {}
-    for name in given.solvers():
+    needed, solvers = {}, given.solvers()
+    if quick:
+        del solvers["ours, schedule"]
+    for name in solvers:
         found = given.residuals(name)
         for k, size in found.items():
             add(f"residual, {block}", name, k, "residual", [size])
@@ -233,7 +239,6 @@ def measure_residuals(given, block, add, quick, clock):
             k = next((k for k, size in found.items() if size <= target), None)
             if k is not None:
                 needed[name, label] = k
-    solvers = given.solvers()
     runs = {key: functools.partial(solvers[key[0]], k) for key, k in needed.items()}
     times = take_turns(runs, 1.0 if quick else 2.0, least=1e-4, rounds=(3, 15), clock=clock)
     for (name, label), k in needed.items():

@@ -4,23 +4,24 @@
     git clone https://github.com/sapientinc/HRM
     git clone https://github.com/seal-rg/recurrent-pretraining
     pip install einops pydantic
-    python bench/looped.py TinyRecursiveModels HRM recurrent-pretraining    # about twenty minutes; or some of them
+    python bench/looped.py TinyRecursiveModels HRM recurrent-pretraining    # about half an hour; or some of them
 
 The models are made of the code in the checkouts, at a size for a CPU, and trained by their own losses on data that is
 made on the fly: 4 x 4 sudokus for TRM and HRM, with their carries and their halting, and lists to be sorted for Huginn.
 Only the loop itself is exchanged. Nothing is fetched; flash attention is torch's own, and of transformers only the
-names are needed.
+names are needed. What the table has already is not measured again.
 
 gradient error: against a stored graph of the same iteration, relative. cosine: of the gradient to that of a stored
 graph of their loop, all of it. growth: of the adjoint. memory and time (the processor's, in turns): of a forward and a
-backward pass. right and solved: the share of what was to be filled in,
-and of whole examples, without a mistake after so many updates, the median of the seeds.
+backward pass. right and solved: the share of what was to be filled in, and of whole examples without a mistake, after
+so many updates, for each seed; seconds: of the processor until then.
 """
 
 import argparse
 import contextlib
 import importlib
 import sys
+import time
 import types
 import warnings
 from pathlib import Path
@@ -74,6 +75,10 @@ def reversible_by_calls(f, z, x, loops):
     return noted(revdeq.solve(f.call, z, x, max_steps=steps, indexed=True, state="exact", **DAMPED))
 
 
+def damped_last_step(f, z, x, loops):
+    return reversible(f, z, x, loops, backward_steps=1)
+
+
 def undamped(f, z, x, loops):
     return reversible(f, z, x, loops, gamma=1.0)
 
@@ -90,10 +95,10 @@ LOOP = {
     "reversible, gamma .25": reversible,
     "reversible, checkpoint in f": reversible_with_checkpoint,
     "reversible, one call in f": reversible_by_calls,
+    "reversible, gamma .25, last step": damped_last_step,
     "reversible, gamma 1": undamped,
     "revdeq.loop": plain,
 }
-LEARNT = (OWN, "stored graph of their loop", "reversible, gamma .25", "reversible, gamma 1", "revdeq.loop")
 ITERATIONS = {
     "reversible, gamma .25": DAMPED,
     "reversible, checkpoint in f": DAMPED,
@@ -113,7 +118,7 @@ class Cycle:
     def __init__(self, inner):
         self.low, self.high = inner.L_level, getattr(inner, "H_level", inner.L_level)
         self.calls = inner.config.L_cycles + 1
-        self.rotation = {"cos_sin": inner.rotary_emb()}
+        self.rotation = {"cos_sin": inner.rotary_emb() if hasattr(inner, "rotary_emb") else None}
         self.checkpointed = False
 
     def __call__(self, carry, x):
@@ -131,9 +136,11 @@ class Cycle:
 
 
 class Sudoku:
-    """TRM or HRM, whose inner model is called by a wrapper of theirs, which halts, and that by a loss of theirs."""
+    """TRM or HRM, whose inner model is called by a wrapper of theirs, which halts, and that by a loss of theirs. TRM
+    has an MLP in the place of attention, as with its authors' sudokus."""
 
-    thoughts, segments = 2, 4
+    thoughts, segments, rate = 2, 4, 2e-3
+    learnt = OWN, "stored graph of their loop", "reversible, gamma .25", "reversible, gamma .25, last step"
 
     def __init__(self, module, name, loops, loop):
         config = {
@@ -142,6 +149,8 @@ class Sudoku:
             "num_heads": HEADS, "pos_encodings": "rope", "halt_max_steps": self.segments, "halt_exploration_prob": 0.1,
             "forward_dtype": "float32", "puzzle_emb_len": 0,
         }  # fmt: skip
+        if "trm" in module:
+            config |= {"mlp_t": True, "pos_encodings": "none"}
         self.model = getattr(importlib.import_module(module), name)(config)
         self.head = importlib.import_module("models.losses").ACTLossHead(self.model, "stablemax_cross_entropy")
         self.inner, self.solutions, self.carry = self.model.inner, grids(), None
@@ -202,7 +211,8 @@ class CoreBlock:
 class Sorting:
     """Huginn: digits, a separator, and the digits in order, of which it predicts the next."""
 
-    digits, back = 8, 4
+    digits, back, rate = 8, 4, 1e-3
+    learnt = OWN, "stored graph of their loop", "reversible, gamma 1", "revdeq.loop"
     """back: the passes that have a gradient in their own loop, of as many as asked for."""
 
     def __init__(self, module, name, loops, loop):
@@ -339,6 +349,8 @@ class Measured:
         return torch.cat(grads), ADJOINT[0] and ADJOINT[0].growth.item()
 
     def gradients(self, loops):
+        if self.known(self.name, "revdeq.loop", loops * self.factor):
+            return
         whole, _ = self.gradient(stored, loops)
         columns = ("gradient error", "cosine", "norm", "growth")
         print(f"\n{self.name}, {loops * self.factor} loops\n{'':32}" + "".join(f"{name:>16}" for name in columns))
@@ -356,6 +368,8 @@ class Measured:
             print(f"{name:32}{''.join(shown)}", flush=True)
 
     def costs(self, loops, clock):
+        if self.known(f"{self.name}, costs", "revdeq.loop", loops * self.factor):
+            return
         runs = {}
         for name, loop in LOOP.items():
             program = self.made(loop, loops)
@@ -371,44 +385,51 @@ class Measured:
         print(f"\n{self.name}, {loops * self.factor} loops\n{'':32}{'MiB':>10}{'ms':>10}")
         for name, run in runs.items():
             size = peak_memory(run)
-            self.add(name, loops, {"bytes": [size], "seconds": seconds[name]})
+            self.add(name, loops, {"bytes": [size], "seconds": seconds[name]}, ", costs")
             print(f"{name:32}{size / 2**20:10.1f}{1e3 * table.percentiles(seconds[name])[1]:10.0f}", flush=True)
 
-    def learning(self, updates, seeds):
+    def learning(self, updates, seed):
         print(f"\n{self.name}, right and solved after so many updates\n{'':32}" + "".join(f"{n:>14}" for n in updates))
-        for name in LEARNT:
-            curves = [self.curve(LOOP[name], updates, seed) for seed in range(seeds)]
+        for name in self.kind.learnt:
+            if self.known(f"{self.name}, seed {seed}", name, updates[-1]):
+                continue
             line = ""
-            for n, found in zip(updates, zip(*curves, strict=True), strict=True):
-                for quantity, values in zip(("right", "solved"), zip(*found, strict=True), strict=True):
-                    self.results.add(f"looped, {self.name}", name, n, quantity, list(values))
-                    line += f"{table.percentiles(list(values))[1]:7.2f}"
+            for n, found in self.curve(LOOP[name], updates, seed).items():
+                for quantity, value in found.items():
+                    self.results.add(f"looped, {self.name}, seed {seed}", name, n, quantity, [value])
+                line += f"{found['right']:7.2f}{found['solved']:7.2f}"
             print(f"{name:32}{line}", flush=True)
 
     def curve(self, loop, updates, seed):
-        program = self.made(loop, LOOPS, seed)
-        optimizer = torch.optim.AdamW(program.model.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
-        found = []
+        program, found, spent = self.made(loop, LOOPS, seed), {}, 0.0
+        rate = program.rate
+        optimizer = torch.optim.AdamW(program.model.parameters(), lr=rate, weight_decay=0.1, betas=(0.9, 0.95))
         for update in range(1, updates[-1] + 1):
-            optimizer.param_groups[0]["lr"] = 1e-3 * min(1, update / 20)
+            began = time.process_time()
+            optimizer.param_groups[0]["lr"] = rate * min(1, update / 20)
             optimizer.zero_grad()
             program.loss(program.batch()).backward()
             torch.nn.utils.clip_grad_norm_(program.model.parameters(), 1.0)
             optimizer.step()
+            spent += time.process_time() - began
             if update in updates:
-                found.append(program.solved())
+                found[update] = dict(zip(("right", "solved"), program.solved(), strict=True), seconds=spent)
         return found
 
-    def add(self, name, loops, values):
+    def known(self, what, name, size):
+        rows = table.read(self.results.path)
+        return any((row.benchmark, row.provider, row.size) == (f"looped, {what}", name, size) for row in rows)
+
+    def add(self, name, loops, values, part=""):
         for quantity, numbers in values.items():
-            self.results.add(f"looped, {self.name}", name, loops * self.factor, quantity, numbers)
+            self.results.add(f"looped, {self.name}{part}", name, loops * self.factor, quantity, numbers)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", type=Path, nargs="+", help="clones of TRM, HRM and Huginn, or of some of them")
-    parser.add_argument("--updates", type=int, nargs="+", default=[50, 100, 200, 300], help="default: %(default)s")
-    parser.add_argument("--seeds", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--updates", type=int, nargs="+", default=[50, 100, 150], help="default: %(default)s")
+    parser.add_argument("--seeds", type=int, default=3, help="of the learning curves (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=table.results_folder() / "looped.csv", help="default: %(default)s")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", revdeq.ConvergenceWarning)  # growth is what is measured
@@ -419,7 +440,8 @@ def main():
             for loops in (LOOPS, DEEP):
                 measured.gradients(loops)
                 measured.costs(loops, clock)
-            measured.learning(arguments.updates, arguments.seeds)
+            for seed in range(arguments.seeds):
+                measured.learning(arguments.updates, seed)
 
 
 if __name__ == "__main__":

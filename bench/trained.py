@@ -1,4 +1,5 @@
-"""Blocks as the presets for two cores train them, with what they see of real data.
+"""Blocks as the presets for two cores train them, the transformer with 8 sequences in a batch, and what they see of
+real data.
 
 They are trained once, for some minutes, with the data in REVDEQ_DATA, and kept in runs/bench.
 """
@@ -14,7 +15,7 @@ from revdeq.training.restore import restored
 from revdeq.training.run import train
 
 RUNS = Path(__file__).parent.parent / "runs" / "bench"
-UPDATES = 300
+SETTINGS = {"cifar10-tiny": {"updates": 300}, "wikitext2-tiny": {"updates": 300, "batch": 8}}
 PRESETS = {"trained conv block": "cifar10-tiny", "trained transformer block": "wikitext2-tiny"}
 EXAMPLES = {"trained conv block": 32, "trained transformer block": 8}
 SCALE = 2
@@ -32,7 +33,7 @@ def trained(block: str, batches: int = 1) -> tuple[torch.nn.Module, list[torch.T
     """f, in evaluation mode, and its x for batches of validation data."""
     data, out = Path(os.environ["REVDEQ_DATA"]), RUNS / PRESETS[block]
     # Once; and if the preset has become another, the run of before is refused.
-    preset = configured(PRESETS[block], {"updates": UPDATES})
+    preset = configured(PRESETS[block], SETTINGS[PRESETS[block]])
     train(preset, data, out, resume=True, device="cpu")
     found = restored(out / "last.pt", data)
     model = found.model.eval()

@@ -114,11 +114,12 @@ def test_a_puzzle_has_one_solution_and_halts_alone():
         assert fitting.tolist() == [answer.tolist()]
     model = recursive.Recursive()
     new, old = (model.fresh(clues[k : k + 2], answers[k : k + 2]) for k in (0, 2))
-    old = old._replace(z={k: v + 1 for k, v in old.z.items()}, segments=old.segments + 3)
+    old |= {"z": {k: v + 1 for k, v in old["z"].items()}, "segments": old["segments"] + 3}
     mixed = recursive.replaced(torch.tensor([True, False]), new, old)
-    assert mixed.segments.tolist() == [0, 3]
+    assert mixed["segments"].tolist() == [0, 3]
     for k, carry in enumerate((new, old)):
-        assert torch.equal(mixed.clues[k], carry.clues[k]) and torch.equal(mixed.z["answer"][k], carry.z["answer"][k])
+        assert torch.equal(mixed["clues"][k], carry["clues"][k])
+        assert torch.equal(mixed["z"]["answer"][k], carry["z"]["answer"][k])
 
 
 def test_a_model_is_tuned_in_bfloat16_from_a_checkpoint_in_float32():

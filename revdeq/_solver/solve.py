@@ -23,7 +23,7 @@ from .scheme import Scheme, rounded_coefficients, scheme_for
 from .state import State, checked_batch, checked_state, checked_y0, structured, versions_of
 from .tape import NORM_FLOOR, End, Start, Tape, relative_distance
 from .unchanged import is_compiled
-from .unrolled import has_fakes, is_traced, unrolled
+from .unrolled import has_fakes, in_compiled_model, is_traced, unrolled
 
 
 @dataclass(frozen=True)
@@ -179,10 +179,10 @@ def solve(
     With tol=None no pass waits for the device, so that both can be captured in a CUDA graph.
     """
     call = f, z0, args, y0, kwargs, options
-    if is_traced() or has_fakes(z0):
-        return _solve_traceably(*call)
-    run = _solve_untraced if torch.compiler.is_compiling() else _solve
-    return run(*call)
+    if in_compiled_model():
+        _break_the_graph()
+        return _solve_untraced(*call)
+    return _solve_traceably(*call) if is_traced() or has_fakes(z0) else _solve(*call)
 
 
 def _solve(*call: Any) -> Solution:
@@ -226,10 +226,13 @@ def steps(
         >>> loss = sum(s.z.square().mean() for s in revdeq.steps(f, z0, x, max_steps=4))
         >>> loss.backward()
     """
+    call = f, z0, args, y0, kwargs, options
+    if in_compiled_model():
+        _break_the_graph()
+        return _steps_untraced(*call)
     if is_traced() or has_fakes(z0):
         raise RuntimeError("revdeq.steps cannot be traced or exported: use revdeq.solve, which unrolls itself there")
-    run = _steps_untraced if torch.compiler.is_compiling() else _steps
-    return run(f, z0, args, y0, kwargs, options)
+    return _steps(*call)
 
 
 def _steps(*call: Any) -> Iterator[Solution]:
@@ -320,6 +323,17 @@ def _in_compiled_model(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _solve_untraced, _steps_untraced = _in_compiled_model(_solve), _in_compiled_model(_steps)
+
+
+def _break_the_graph() -> None:
+    """What the compiler says of this function is the reason that it gives where it must not break the graph."""
+
+
+_break_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
+_break_the_graph._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "a solve of revdeq cannot be part of a compiled graph: compile f, f.compile() or torch.compile(f), and the model "
+    "around it without fullgraph=True"
+)
 
 
 def _say_once_what_is_not_compiled(f: Any) -> None:

@@ -51,10 +51,15 @@ def unrolled(
 def is_traced() -> bool:
     """Whether operations are being recorded, past which a kernel would write: by torch.export, torch.jit.trace, make_fx
     or an exporter that is built on them."""
-    if torch.jit.is_tracing() or getattr(torch.compiler, "is_exporting", lambda: False)():  # type: ignore[attr-defined]
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
         return True
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return proxies is not None and proxies.get_proxy_mode() is not None
+
+
+def in_compiled_model() -> bool:
+    """Whether torch.compile is reading this. (An exporter may use its reader, too.)"""
+    return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
 
 
 def has_fakes(state: Any) -> bool:

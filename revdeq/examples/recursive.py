@@ -3,8 +3,7 @@
 As in "Less is More: Recursive Reasoning with Tiny Networks" (Jolicoeur-Martineau, 2025): states are carried from one
 segment of a puzzle to the next (warm start), each segment has a loss and an update of its own (deep supervision), a
 head says when a puzzle is solved, which is then replaced by a new one (halting), and an average of the weights is what
-is used (EMA). But the gradient is that of a whole segment, not of its last cycle, in the memory of one evaluation of
-f.
+is used (EMA). But the gradient is that of a whole segment, not of its last cycle, in the memory of one evaluation of f.
 
     python -m revdeq.examples.recursive             # about two minutes on two cores
     python -m revdeq.examples.recursive --compile --autocast
@@ -12,8 +11,7 @@ f.
 
 import argparse
 import itertools
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,24 +21,18 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import revdeq
 from revdeq._device import devices
 
-CLUES, SEGMENTS = 8, 8
-"""Of 16 cells those that are given, and the most segments for a puzzle."""
-PLACES = torch.tensor([(i // 4, 4 + i % 4, 8 + i // 8 * 2 + i % 4 // 2) for i in range(16)])
-"""Row, column and box of every cell."""
-State = dict[str, Tensor]
+CLUES, SEGMENTS = 8, 8  # the cells of 16 that are given, and the most segments for a puzzle
+PLACES = torch.tensor([(i // 4, 4 + i % 4, 8 + i // 8 * 2 + i % 4 // 2) for i in range(16)])  # row, column, box
 
 
 def grids() -> Tensor:
     """All 288 sudokus of 4 x 4 cells."""
     rows = torch.tensor(list(itertools.permutations(range(1, 5))))
-    groups = [(r, c) for k in range(4) for r, c in ((k, slice(None)), (slice(None), k))]
-    groups += [(slice(i, i + 2), slice(j, j + 2)) for i in (0, 2) for j in (0, 2)]
-    four = torch.cartesian_prod(*[torch.arange(24)] * 4)
-    found = rows[four]
-    for r, c in groups:
-        cells = found[:, r, c].flatten(1).sort().values
-        found = found[(cells == torch.arange(1, 5)).all(1)]
-    return found.flatten(1)
+    found = rows[torch.cartesian_prod(*[torch.arange(24)] * 4)].flatten(1)
+    for group in range(12):
+        cells = found[:, (group == PLACES).any(1).nonzero().flatten().tolist()]
+        found = found[(cells.sort().values == torch.arange(1, 5)).all(1)]
+    return found
 
 
 def puzzles(count: int, solutions: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,27 +60,16 @@ class Network(nn.Module):
 
 
 class Cycle(nn.Module):
-    """f(z, x): some thoughts about the puzzle and the answer, and then an answer."""
+    """f(z, x): two thoughts about the puzzle and the answer, and then an answer."""
 
-    def __init__(self, width: int, thoughts: int = 2) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.network, self.thoughts = Network(width), thoughts
+        self.network = Network(width)
 
-    def forward(self, z: State, x: Tensor) -> State:
-        answer, thought = z["answer"], z["thought"]
-        for _ in range(self.thoughts):
-            thought = self.network(thought + answer + x)
-        return {"answer": self.network(answer + thought), "thought": thought}
-
-
-class Carry(NamedTuple):
-    """What is kept of each puzzle from segment to segment."""
-
-    clues: Tensor
-    solution: Tensor
-    z: State
-    y: State
-    segments: Tensor
+    def forward(self, z: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+        thought = self.network(z["thought"] + z["answer"] + x)
+        thought = self.network(thought + z["answer"] + x)
+        return {"answer": self.network(z["answer"] + thought), "thought": thought}
 
 
 class Recursive(nn.Module):
@@ -96,70 +77,47 @@ class Recursive(nn.Module):
         super().__init__()
         self.cell, self.places = nn.Embedding(5, width), nn.Embedding(12, width)
         self.start = nn.Parameter(torch.randn(2, width), requires_grad=False)
-        # Cycles come to expand while they learn, and gradients would explode in deeper ones: gamma damps them.
-        self.options: dict[str, Any] = {"beta": 0.5, "gamma": 0.5, "max_steps": 2}
         self.cycle, self.head, self.solved = Cycle(width), nn.Linear(width, 4), nn.Linear(width, 1)
         for layer in self.cycle.modules():
             if isinstance(layer, nn.Linear):
                 nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
 
-    def forward(self, clues: Tensor, z: State, y: State) -> tuple[revdeq.Solution, Tensor, Tensor]:
+    def forward(self, carry: dict[str, Any]) -> tuple[revdeq.Solution, Tensor, Tensor]:
         """One segment, from a carry: how it ended, the logits of every cell, and whether the puzzle is solved."""
-        x = self.cell(clues) + self.places(PLACES.to(clues.device)).sum(1)
-        solution = revdeq.solve(self.cycle, z, x, y0=y, **self.options)
-        answer = solution.z["answer"]
-        return solution, self.head(answer), self.solved(answer).squeeze(2).amin(1)  # the least certain of the cells
+        x = self.cell(carry["clues"]) + self.places(PLACES.to(carry["clues"].device)).sum(1)
+        # Cycles come to expand while they learn, and gradients would explode in deeper ones: gamma damps them.
+        end = revdeq.solve(self.cycle, carry["z"], x, y0=carry["y"], beta=0.5, gamma=0.5, max_steps=2)
+        return end, self.head(end.z["answer"]), self.solved(end.z["answer"]).squeeze(2).amin(1)  # the least certain
 
-    def fresh(self, clues: Tensor, solution: Tensor) -> Carry:
+    def fresh(self, clues: Tensor, solution: Tensor) -> dict[str, Any]:
+        """The carry that puzzles begin with."""
         answer, thought = (x.expand(len(clues), 16, -1) for x in self.start)
         z = {"answer": answer, "thought": thought}
-        return Carry(clues, solution, z, z, torch.zeros(len(clues), dtype=torch.int64))
+        return {"clues": clues, "solution": solution, "segments": torch.zeros(len(clues)), "z": z, "y": z}
 
 
-def replaced(which: Tensor, new: Carry, old: Carry) -> Carry:
-    """The new carry where `which` says so, puzzle by puzzle."""
-
-    def choose(a: Tensor, b: Tensor) -> Tensor:
-        return torch.where(which.view(-1, *[1] * (a.dim() - 1)), a, b)
-
-    z, y = ({k: choose(a[k], b[k]) for k in a} for a, b in ((new.z, old.z), (new.y, old.y)))
-    clues, solution = choose(new.clues, old.clues), choose(new.solution, old.solution)
-    return Carry(clues, solution, z, y, choose(new.segments, old.segments))
+def replaced(which: Tensor, new: Any, old: Any) -> Any:
+    """The new carry where `which` says so, puzzle by puzzle, and otherwise the old one without its graph."""
+    if isinstance(new, dict):
+        return {key: replaced(which, new[key], old[key]) for key in new}
+    return torch.where(which.view(-1, *[1] * (new.dim() - 1)), new, old.detach())
 
 
-def detached(state: State) -> State:
-    return {name: x.detach() for name, x in state.items()}
-
-
-def autocast(on: bool) -> AbstractContextManager[None]:
-    return torch.autocast(devices()[0].type, torch.bfloat16, enabled=on)
-
-
-def share_solved(model: Any, solutions: Tensor, count: int, bf16: bool = False) -> tuple[float, float]:
-    """The share of new puzzles that are solved, and how many segments a puzzle took."""
-    clues, solution = puzzles(count, solutions)
-    carry = model.module.fresh(clues, solution)
-    answers, going = torch.zeros_like(solution), torch.ones(len(clues), dtype=torch.bool)
-    with torch.no_grad(), autocast(bf16):
-        for _ in range(SEGMENTS):
-            at = going.nonzero().flatten()  # a puzzle that has halted costs nothing more
-            z, y = ({k: v[at] for k, v in state.items()} for state in (carry.z, carry.y))
-            end, logits, q = model(carry.clues[at], z, y)
-            answers[at] = logits.argmax(-1) + 1
-            carry.segments[at] += 1
-            for state, new in ((carry.z, end.z), (carry.y, end.y)):
-                for name in state:
-                    state[name] = state[name].index_copy(0, at, new[name])
-            going[at[q > 0]] = False
-            if not going.any():
-                break
-    return (answers == solution).all(1).float().mean().item(), carry.segments.float().mean().item()
+def share_solved(model: Any, carry: dict[str, Any]) -> tuple[float, float]:
+    """The share of puzzles whose answer is right when they halt, and how many segments they take."""
+    going, answers = torch.ones(len(carry["clues"]), dtype=torch.bool), carry["clues"]
+    for _ in range(SEGMENTS):
+        end, logits, q = model(carry)
+        answers = torch.where(going.unsqueeze(1), logits.argmax(-1) + 1, answers)
+        carry |= {"z": end.z, "y": end.y, "segments": carry["segments"] + going}
+        going &= q <= 0
+    return (answers == carry["solution"]).all(1).float().mean().item(), carry["segments"].mean().item()
 
 
 def main(updates: int = 800, batch: int = 64, count: int = 500, compiled: bool = False, bf16: bool = False) -> float:
     torch.set_default_device(devices()[0])
     torch.manual_seed(0)
-    solutions, model = grids(), Recursive()
+    solutions, model, autocast = grids(), Recursive(), torch.autocast(devices()[0].type, torch.bfloat16, enabled=bf16)
     if compiled:
         model.cycle.compile()  # f, and not the model around it
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
@@ -168,23 +126,24 @@ def main(updates: int = 800, batch: int = 64, count: int = 500, compiled: bool =
     carry, halted = model.fresh(*puzzles(batch, solutions)), torch.zeros(batch, dtype=torch.bool)
     for update in range(1, updates + 1):
         carry = replaced(halted, model.fresh(*puzzles(batch, solutions)), carry)
-        with autocast(bf16):
-            end, logits, q = model(carry.clues, carry.z, carry.y)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), carry.solution.flatten() - 1)
-            right = (logits.argmax(-1) + 1 == carry.solution).all(1)
-            loss = loss + 0.5 * F.binary_cross_entropy_with_logits(q.float(), right.float())
+        with autocast:
+            end, logits, q = model(carry)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), carry["solution"].flatten() - 1)
+        right = (logits.argmax(-1) + 1 == carry["solution"]).all(1)
+        loss = loss + 0.5 * F.binary_cross_entropy_with_logits(q.float(), right.float())
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         average.update_parameters(model)
-        carry = carry._replace(z=detached(end.z), y=detached(end.y), segments=carry.segments + 1)
-        halted = (q > 0) | (carry.segments >= SEGMENTS)
+        carry |= {"z": end.z, "y": end.y, "segments": carry["segments"] + 1}
+        halted = (q > 0) | (carry["segments"] >= SEGMENTS)
         if update % 100 == 0 or update == updates:
             growth = end.adjoint.growth
             print(f"update {update:4}  loss {loss.item():.3f}  the adjoint grew {growth:.1f} times", flush=True)
-    solved, segments = share_solved(average, solutions, count, bf16)
+    with torch.no_grad(), autocast:
+        solved, segments = share_solved(average, model.fresh(*puzzles(count, solutions)))
     print(f"{solved:.1%} of {count} new sudokus are solved, in {segments:.1f} segments each")
     return solved
 

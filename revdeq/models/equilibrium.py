@@ -97,7 +97,7 @@ class Equilibrium(RevDEQ):
         return f"{super().extra_repr()}, solver={self.solver!r}{extra}"
 
 
-OPTIONS = {*NAMES, "solver", "evaluations"} - {"schedule"}
+OPTIONS = {*NAMES, "learn_coefficients", "solver", "evaluations"} - {"schedule"}
 """The options that a model passes on to its equilibria. `schedule` is not one: it is part of the weights, and in a
 preset the word means the schedule of the learning rate."""
 
@@ -151,7 +151,7 @@ def _checked_solver(solver: str, options: Mapping[str, Any]) -> str:
         raise ValueError(f"tol = {options['tol']!r}: solver = {solver!r} always takes all steps; use tol=None")
     if solver != "reversible":
         for name, value in options.items():
-            same = value == getattr(Options, name) or (name, value) == ("state", "float64")
+            same = value == getattr(Options, name, False) or (name, value) == ("state", "float64")
             if name not in TAKEN[solver] and not same:
                 raise ValueError(f"{name} = {value!r} belongs to solver = 'reversible'; with {solver!r} leave it out")
     return solver

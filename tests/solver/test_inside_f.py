@@ -696,6 +696,15 @@ def test_a_compiled_model_says_once_that_its_f_is_not(kind, caplog, monkeypatch)
     assert ["f.compile()" in message for message in said] == [True] * (kind == "as it is")
 
 
+@compiled
+def test_a_model_that_shall_be_one_graph_is_told_to_compile_f():
+    def model(x):
+        return revdeq.solve(lambda z, x: torch.tanh(z + x), torch.zeros(3, 6), x).z
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"compile f, f.compile\(\).*without fullgraph=True"):
+        torch.compile(model, backend="eager", fullgraph=True)(torch.ones(3, 6))
+
+
 class NoWaiting(torch.utils._python_dispatch.TorchDispatchMode):
     """Fails on what would wait for the device, or could not be captured into a graph."""
 

@@ -518,9 +518,16 @@ def test_models_pass_every_option_on(name):
     model = small(name, **other)
     for layer in model.equilibria:
         assert {key: layer.options[key] for key in other} == other
+    learnt = small(name, learn_coefficients=True)
+    assert all(len(layer.learnt) == 2 * layer.max_steps for layer in learnt.equilibria)
     with pytest.raises(TypeError, match="unknown keyword betta = 0.5: did you mean beta?"):
         small(name, betta=0.5)
-    for solver, option in (("torchdeq", {"gamma": 0.9}), ("stored", {"keep": 2}), ("checkpointed", {"state": "exact"})):
+    for solver, option in (
+        ("torchdeq", {"gamma": 0.9}),
+        ("stored", {"keep": 2}),
+        ("stored", {"learn_coefficients": True}),
+        ("checkpointed", {"state": "exact"}),
+    ):
         if solver != "torchdeq" or torchdeq:
             with pytest.raises(ValueError, match=f"belongs to solver = 'reversible'; with '{solver}' leave it out"):
                 small(name, solver=solver, **option)

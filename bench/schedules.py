@@ -1,0 +1,127 @@
+"""What schedules and learnt coefficients are worth in training, with few evaluations of f.
+
+    python bench/schedules.py DIR        # holds wikitext-2, gpt2 and CIFAR-10; an hour of one core, can be interrupted
+    python bench/schedules.py            # only the table, of the rows that there are
+
+constant: beta .8 and gamma 1, as in the presets. schedule: found anew for every half-step, at the beginning and halfway
+through. learnt: a pair for every half-step, parameters like all others. Each has the better of two learning
+rates, which is chosen with 4 evaluations at seed 0.
+"""
+
+import argparse
+import csv
+import itertools
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+
+import revdeq
+from revdeq.training.data import load
+from revdeq.training.presets import PRESETS
+
+ROWS = Path(__file__).parent / "results" / "evidence" / "schedules.csv"
+SEEDS, EVALUATIONS, RATES_AT = range(3), (2, 4, 8), 4
+COEFFICIENTS = ("constant", "schedule", "learnt")
+STUDIES = {
+    "wikitext2-tiny": ({"batch": 8, "length": 32, "vocabulary": 2048, "evaluation_batches": 64}, 150, (6e-3, 3e-3)),
+    "cifar10-tiny": ({"batch": 16}, 100, (3e-3, 6e-3)),
+}
+"""Settings, updates, and learning rates."""
+SCALES = (1, None, None, 1)
+"""Steps of the image model: only the two scales in the middle take more than one."""
+
+
+def trainings(rows):
+    """What is to be done, one after the other, as far as the rows say which rate is the better one."""
+    for name, (_, _, rates) in STUDIES.items():
+        yield from ((name, kind, RATES_AT, lr, 0) for kind in COEFFICIENTS for lr in rates)
+        for seed, evaluations, kind in itertools.product(SEEDS, EVALUATIONS, COEFFICIENTS):
+            yield name, kind, evaluations, better(rows, name, kind), seed
+
+
+def key(row):
+    return row["preset"], row["coefficients"], int(row["evaluations"]), float(row["lr"]), int(row["seed"])
+
+
+def better(rows, name, kind):
+    tried = [row for row in rows if key(row)[:3] == (name, kind, RATES_AT) and row["seed"] == "0"]
+    return float(min(tried, key=lambda row: float(row["loss"]))["lr"]) if tried else None
+
+
+def trained(data, name, kind, evaluations, lr, seed):
+    chosen, updates, _ = STUDIES[name]
+    steps = evaluations // 2
+    if name.startswith("cifar"):
+        steps = tuple(n or steps for n in SCALES)
+    preset = PRESETS[name].changed({**chosen, "max_steps": steps, "learn_coefficients": kind == "learnt"})
+    kept = {key: getattr(preset.training, key) for key in ("weight_decay", "schedule", "clip", "evaluation_batches")}
+    settings = {**kept, "batch": preset.training.batch, "warmup": updates // 6, "epochs": 10**6}
+    if kind == "schedule":
+        settings |= {"tune": "schedule", "tune_every": updates // 2}
+    torch.manual_seed(seed)
+    model = preset.build(**data.shapes)
+    began = time.process_time()
+    with tempfile.TemporaryDirectory() as out:
+        made = revdeq.train(
+            model, data, out, device="cpu", quiet=True,
+            lr=lr, seed=seed, updates=updates, evaluate_every=updates, log_every=updates, **settings,
+        )[-1]  # fmt: skip
+    return {
+        "preset": name, "coefficients": kind, "evaluations": evaluations, "lr": lr, "seed": seed, "updates": updates,
+        "loss": made["evaluation_loss"], "metric": made["metric"], "residual": made["residual"],
+        "seconds": round(time.process_time() - began, 1),
+    }  # fmt: skip
+
+
+def read():
+    return list(csv.DictReader(ROWS.read_text(encoding="utf-8").splitlines())) if ROWS.exists() else []
+
+
+def append(row):
+    new = not ROWS.exists()
+    with open(ROWS, "a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def table(rows):
+    """In Markdown: the mean over the seeds, and their standard deviation; and the time of all updates."""
+    lines = ["| | " + " | ".join(f"{k} evaluations" for k in EVALUATIONS) + " |", "|---" * (len(EVALUATIONS) + 1) + "|"]
+    for name in STUDIES:
+        for kind in COEFFICIENTS:
+            cells = []
+            for evaluations in EVALUATIONS:
+                asked = name, kind, evaluations, better(rows, name, kind)
+                found = [row for row in rows if key(row)[:4] == asked]
+                metric = [float(row["metric"]) * (1 if name.startswith("wiki") else 100) for row in found]
+                spread = f" ± {statistics.stdev(metric):.1f}" if len(metric) > 1 else ""
+                seconds = statistics.mean(float(row["seconds"]) for row in found) if found else 0
+                cells.append(f"{statistics.mean(metric):.1f}{spread}, {seconds:.0f} s" if found else "")
+            lines.append(f"| {name}, {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, nargs="?", metavar="DIR", help="with wikitext-2, gpt2 and CIFAR-10")
+    folder = parser.parse_args().data
+    if folder is not None:
+        warnings.simplefilter("ignore", revdeq.ConvergenceWarning)  # of few evaluations, which are what is asked
+        torch.set_num_threads(1)
+        presets = {name: PRESETS[name].changed(settings) for name, (settings, *_) in STUDIES.items()}
+        sets = {name: load(preset.data, folder, preset.settings) for name, preset in presets.items()}
+        while todo := next((t for t in trainings(read()) if t not in set(map(key, read()))), None):
+            row = trained(sets[todo[0]], *todo)
+            append(row)
+            print(*row.values(), flush=True)
+    print(table(read()))
+
+
+if __name__ == "__main__":
+    main()
