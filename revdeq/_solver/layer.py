@@ -17,7 +17,7 @@ from .unrolled import is_traced
 
 
 class Last(NamedTuple):
-    """What the last call of a layer did, as in `revdeq.Solution`."""
+    """Statistics of the last call of a layer, as in `revdeq.Solution`."""
 
     steps: Any
     nfe: int
@@ -31,15 +31,15 @@ class Last(NamedTuple):
 
 
 class RevDEQ(nn.Module):
-    """A layer whose output is z = f(z, x), found by `revdeq.solve`.
+    """A layer that outputs the fixed point z = f(z, x), computed by `revdeq.solve`.
 
-    The options are attributes of the same names, and may be changed between calls: `deq.max_steps = 32` before an
-    evaluation, for example.
+    The options are attributes of the same names, and may be changed between calls: for example `deq.max_steps = 32`
+    before an evaluation.
 
     Args:
-        f: A module, whose parameters are then the layer's, or any callable; it is called as f(z, x, *args).
-        learn_coefficients: True makes a beta and a gamma for each of the 2 * max_steps half-steps parameters of the
-            layer, and "pair" makes one pair for all of them. They are trained with everything else.
+        f: A module, which becomes a submodule of the layer, or any callable; it is called as f(z, x, *args).
+        learn_coefficients: True makes the beta and gamma of each of the 2 * max_steps half-steps trainable parameters
+            of the layer; "pair" makes one pair for all half-steps trainable.
         {options}
 
     Attributes:
@@ -47,7 +47,7 @@ class RevDEQ(nn.Module):
             before the first call.
 
     Raises:
-        TypeError, ValueError: An option is unknown, or has a value that it cannot have.
+        TypeError, ValueError: An option is unknown or invalid.
 
     Example:
         >>> deq = revdeq.RevDEQ(Block(8), beta=0.8, max_steps=12)
@@ -75,7 +75,7 @@ class RevDEQ(nn.Module):
         for name in NAMES:
             setattr(self, name, getattr(checked, name))
         self.last = None
-        # Coefficients that were found are saved, broadcast and averaged like any buffer. Zeros stand for none.
+        # A buffer, so that tuned coefficients are saved, broadcast and averaged. Zeros mean that there are none.
         self._found: list[tuple[float, float]] = [(0.0, 0.0)]
         self._seen = 0
         self.register_buffer("coefficients", torch.empty(0))
@@ -94,25 +94,25 @@ class RevDEQ(nn.Module):
         """The fixed point of f(., x, *args, **kwargs).
 
         Args:
-            x: What f is called with beside its state: a tensor, or a nested tuple, list or dict of tensors.
-            args: More of the same.
-            z0: The state to start from, or a `revdeq.Solution` to go on from. None starts from zeros shaped like x.
-            y0: Where y starts, if it is not z0.
-            max_steps: Another number of steps, for this call.
+            x: The argument of f after the state: a tensor, or a nested tuple, list or dict of tensors.
+            args: Further arguments of f.
+            z0: The initial state, or a `revdeq.Solution` to continue. None is zeros with the shape of x.
+            y0: The initial y, if it is not z0.
+            max_steps: The number of steps of this call, if it differs.
             kwargs: Keyword arguments for f.
 
         Returns:
-            z, shaped like z0.
+            z, with the structure of z0.
         """
         solution = solve(self.f, self._start(x, z0), x, *args, y0=y0, kwargs=kwargs, **self._used(max_steps))
-        if not is_traced():  # there, it would be a tensor of the tracer's
+        if not is_traced():  # it would contain a tensor of the tracer
             self.last = Last(solution.steps, solution.nfe, solution.change, solution.adjoint)
         return solution.z
 
     def steps(
         self, x: Any, *args: Any, z0: Any = None, y0: Any = None, max_steps: int | None = None, **kwargs: Any
     ) -> Iterator[Solution]:
-        """The same, step by step, as `revdeq.steps` does it.
+        """Iterate step by step, like `revdeq.steps`.
 
         Args:
             x: As for a call of the layer.
@@ -136,9 +136,9 @@ class RevDEQ(nn.Module):
         batches: Sequence[tuple[Any, ...]] = (),
         **kwargs: Any,
     ) -> Tuning:
-        """Set the layer's beta and gamma, or its schedule, to what `revdeq.tune` finds for this input.
+        """Tune the layer's beta and gamma, or its schedule, for this input by `revdeq.tune`.
 
-        From then on they are saved and loaded with the layer, in its `state_dict`.
+        The coefficients become part of the layer's `state_dict`.
 
         Args:
             x: As for a call of the layer.
@@ -149,10 +149,10 @@ class RevDEQ(nn.Module):
             kwargs: As for a call of the layer.
 
         Returns:
-            A `revdeq.Tuning`: what was tried, and what was found.
+            A `revdeq.Tuning`, with the result and all trials.
         """
         beta = self.beta
-        if abs(1 - beta) < CLOSEST_TO_1:  # nothing to begin with
+        if abs(1 - beta) < CLOSEST_TO_1:  # the search cannot start there
             beta = 1 - CLOSEST_TO_1
         options = {"beta": beta, **{name: getattr(self, name) for name in OPTIONS if name != "beta"}}
         more = [(self._start(batch[0], None), *batch) for batch in batches]
@@ -162,7 +162,7 @@ class RevDEQ(nn.Module):
         return found
 
     def use(self, beta: float, gamma: float, schedule: Any = None) -> None:
-        """Set beta, gamma and the schedule, to be saved and loaded with the layer.
+        """Set beta, gamma and the schedule, as part of the layer's `state_dict`.
 
         Args:
             beta: The relaxation.
@@ -170,7 +170,7 @@ class RevDEQ(nn.Module):
             schedule: A pair for every half-step, as for `revdeq.solve`.
 
         Raises:
-            TypeError, ValueError: A coefficient has a value that it cannot have.
+            TypeError, ValueError: A coefficient is invalid.
         """
         checked = options_from({**self.options, "beta": beta, "gamma": gamma, "schedule": schedule})
         self.beta, self.gamma, self.schedule = beta, gamma, checked.schedule
@@ -183,10 +183,10 @@ class RevDEQ(nn.Module):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options as they are now, by name: the keywords that `revdeq.solve` is called with."""
+        """The current options, as keyword arguments of `revdeq.solve`."""
         if not torch.compiler.is_compiling() and self.coefficients._version != self._seen:
             self._seen = self.coefficients._version
-            self._take(self.coefficients)  # another process, or an average, has written to them
+            self._take(self.coefficients)  # the buffer was written to: loaded, broadcast or averaged
         return {name: getattr(self, name) for name in NAMES}
 
     def _used(self, max_steps: int | None) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class RevDEQ(nn.Module):
             self.use(beta, gamma, schedule or None)
 
     def _write(self) -> None:
-        """The buffer, in float64 whatever the weights are."""
+        """The buffer, which stays float64 when the weights are converted."""
         self.coefficients = torch.tensor(self._found, dtype=torch.float64, device=self.coefficients.device)
         self._seen = self.coefficients._version
 
@@ -217,18 +217,17 @@ class RevDEQ(nn.Module):
         return self
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        """Coefficients that were found may have been changed since, as attributes."""
+        """Update the buffer, in case the attributes were changed."""
         if self._found[0] != (0.0, 0.0) and self._found != (now := [(self.beta, self.gamma), *(self.schedule or ())]):
             self._found = now
             self._write()
         super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """A state in which nothing was found, or which was saved before there was such a buffer, leaves the
-        coefficients as they are."""
+        """A state dict without tuned coefficients, or without the buffer, leaves the current ones unchanged."""
         found = state_dict.get(prefix + "coefficients")
         if found is not None:
-            self._take(found.view(-1, 2))  # it was one pair once
+            self._take(found.view(-1, 2))  # earlier versions saved one pair
         state_dict[prefix + "coefficients"] = self.coefficients
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._seen = self.coefficients._version
@@ -240,7 +239,7 @@ class RevDEQ(nn.Module):
 
 
 def tune_layers(model: nn.Module, *args: Any, schedule: bool = False) -> dict[str, Tuning]:
-    """Tune each of a model's layers for the input that it gets when the model is called. What was found, by name."""
+    """Tune each layer of a model for the input that it gets when the model is called. Returns the results by name."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, RevDEQ)}
     calls: dict[RevDEQ, tuple[Any, Any]] = {}
 
@@ -263,7 +262,7 @@ RevDEQ.__doc__ = documented(RevDEQ.__doc__ or "")
 
 def _zeros_like(x: Any) -> Tensor:
     if not isinstance(x, Tensor):
-        raise TypeError(f"x is of type {type(x).__name__}: where it is not a tensor, pass z0, the state to start from")
+        raise TypeError(f"x is of type {type(x).__name__}: if it is not a tensor, pass z0, the initial state")
     if not x.is_floating_point():
-        raise TypeError(f"x is {x.dtype}: where it is not of floating point, pass z0, the state to start from")
+        raise TypeError(f"x is {x.dtype}: if it is not floating point, pass z0, the initial state")
     return torch.zeros_like(x, requires_grad=False)

@@ -1,4 +1,4 @@
-"""revdeq.loop: z <- f(z), repeated, as nearly as it can be undone."""
+"""revdeq.loop: z <- f(z), repeated, made invertible."""
 
 import operator
 from collections.abc import Callable
@@ -7,27 +7,27 @@ from typing import Any
 from .solve import Solution, solve
 
 NEARLY = 1 - 1 / 64
-"""The beta nearest to 1 that the exact state has a fraction for."""
+"""The beta closest to 1 that the exact state can represent."""
 
 
 def loop(f: Callable[..., Any], z0: Any, *args: Any, times: int = 16, **options: Any) -> Solution:
-    """Plain looping, z <- f(z, *args), as nearly as a step can be undone: `revdeq.solve` with beta = 63/64,
-    state="exact" and times / 2 steps.
+    """Plain looping, z <- f(z, *args), made invertible: `revdeq.solve` with beta = 63/64, state="exact" and times / 2
+    steps.
 
-    In place of f(z) every pass takes 63/64 f(z) and 1/64 of the state two passes before. Gradients are exact, those of
-    what ran. docs/looped.md has how near to plain looping the result and its gradient are, for an f that
-    contracts, one that keeps distances and one that expands. The integers put 8 bytes per element of z0 aside
-    whenever 5 more steps (10 passes) are taken: a fifth of what storing float32 states would take.
+    Each pass combines 63/64 f(z) with 1/64 of the state two passes before. Gradients are exact for this iteration.
+    docs/looped.md shows how close the result and its gradient are to plain looping, for an f that contracts, preserves
+    distances or expands. The exact state stores 8 bytes of remainders per element of z0 for every 5 steps (10 passes):
+    a fifth of what storing float32 states would take.
 
     Args:
         f: As for `revdeq.solve`.
         z0: As for `revdeq.solve`.
         args: As for `revdeq.solve`.
         times: How often f is applied, an even number: a step is two passes.
-        options: Those of `revdeq.solve`, but for max_steps, which `times` stands for; y0 and kwargs, too.
+        options: The options of `revdeq.solve` except max_steps, and y0 and kwargs.
 
     Returns:
-        A `revdeq.Solution`, in whose z f was applied `times` times, and in y once less.
+        A `revdeq.Solution`. f was applied `times` times in its z, and once less in its y.
 
     Raises:
         TypeError, ValueError: times is not an even number of at least 2, or max_steps is given.
@@ -43,9 +43,9 @@ def loop(f: Callable[..., Any], z0: Any, *args: Any, times: int = 16, **options:
         raise TypeError(f"times = {times!r} must be an even integer of at least 2: a step is two passes") from None
     if isinstance(times, bool) or number < 2 or number % 2:
         raise ValueError(
-            f"times = {times!r} must be an even number of at least 2, because a step is two passes: take "
+            f"times = {times!r} must be an even number of at least 2, because a step is two passes: use "
             f"{max(2, number + number % 2)}, or apply f once more yourself"
         )
     if "max_steps" in options:
-        raise TypeError(f"max_steps = {options['max_steps']!r} is times / 2 here: leave it out, and set times")
+        raise TypeError(f"max_steps = {options['max_steps']!r} is times / 2 in revdeq.loop: set times instead")
     return solve(f, z0, *args, **{"beta": NEARLY, "state": "exact", **options}, max_steps=number // 2)

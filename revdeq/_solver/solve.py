@@ -31,22 +31,21 @@ class Solution:
     """The result of `revdeq.solve`, and of each step of `revdeq.steps`.
 
     Attributes:
-        z, y: The final states, shaped like z0, in z0's dtype, differentiable. z is the one to use.
-        steps: The number of steps that were taken; with per_example=True, a tensor with that of each example.
+        z, y: The final states, with the structure and dtype of z0, differentiable. z is the one to use.
+        steps: The number of steps; with per_example=True, a tensor with an entry per example.
         nfe: The number of evaluations of f in the forward pass.
         change: The relative change ‖z_N - z_{N-1}‖ / (‖z_N‖ + 1e-5) of the last step, a 0-d tensor without a
-            gradient; with per_example=True, that of each example. Reading it may wait for the device. It is what
-            `tol` is compared with, and not the residual ‖f(z) - z‖ / ‖z‖, which can be several times larger.
-        beta, gamma: The coefficients that were used: those asked for, rounded to float32, or with state="auto" and
-            "exact" to a fraction.
-        state: "float64" or "exact": how y and z were kept.
-        adjoint: What the backward pass did, once it has run: by how much the adjoint grew, and with
+            gradient; with per_example=True, that of each example. Reading it may synchronize with the device. `tol` is
+            compared with it, not with the residual ‖f(z) - z‖ / ‖z‖, which can be several times larger.
+        beta, gamma: The coefficients in use: rounded to float32, or with state="auto" and "exact" to a fraction.
+        state: "float64" or "exact": the format of y and z.
+        adjoint: Statistics of the backward pass, once it has run: the growth of the adjoint, and with
             gradient="implicit" its steps and its change.
-        aux: With aux=True, the sum of what f returned beside its state; in `revdeq.steps`, that of this step.
-        carry: The states themselves, from which a solve goes on that is given the solution as z0. None in
-            `revdeq.steps`, and in a copy.
+        aux: With aux=True, the sum of f's auxiliary outputs; in `revdeq.steps`, of this step.
+        carry: The solver's states, with which a solve continues if the solution is passed as z0. None in `revdeq.steps`
+            and in a copy.
 
-    A copy of it (copy.deepcopy) has no graph.
+    A copy (copy.deepcopy) has no graph.
 
     Example:
         >>> solution = revdeq.solve(f, z0, x, max_steps=4)
@@ -68,7 +67,7 @@ class Solution:
 
     @property
     def gap(self) -> Tensor:
-        """The relative distance ‖y - z‖ / (‖z‖ + 1e-5), a 0-d tensor. Where y and z settle at two different points,
+        """The relative distance ‖y - z‖ / (‖z‖ + 1e-5), a 0-d tensor. If y and z converge to two different points,
         neither is a fixed point."""
         y, z = tree_leaves(self.y), tree_leaves(self.z)
         return relative_distance([x.detach() for x in y], [x.detach() for x in z])
@@ -87,15 +86,15 @@ class Solution:
 
 
 def renamed(value: Any, old: str, new: str) -> Any:
-    """A value by its old name."""
-    warnings.warn(f"{old} is called {new} now", DeprecationWarning, stacklevel=3)
+    """Return a value, with a warning about its old name."""
+    warnings.warn(f"{old} has been renamed to {new}", DeprecationWarning, stacklevel=3)
     return value
 
 
 @dataclass(frozen=True)
 class Carry:
-    """The states in which a solve ended, from which another one can go on to the last bit. A backward pass undoes its
-    steps in the same memory, unless the graph is kept: the versions tell."""
+    """The final states of a solve, from which another one can continue bit for bit. Unless the graph is retained, a
+    backward pass inverts the steps in the same memory; the tensors' versions show that."""
 
     scheme: Scheme
     states: tuple[State, State]
@@ -106,12 +105,12 @@ class Carry:
         return cls(scheme, states, versions_of(*states))
 
     def for_(self, scheme: Scheme) -> tuple[State, State] | None:
-        """The states, if they are of this kind: others start from what f reads of them."""
+        """The states, if they have this format; otherwise None, and the solve starts from their values."""
         if scheme.name != self.scheme.name or scheme.resolution != self.scheme.resolution:
             return None
         if self.versions != versions_of(*self.states):
             raise RuntimeError(
-                "the steps of the solution that this solve goes on from were undone by its backward pass: go on "
+                "a backward pass has inverted the steps of the solution that this solve continues: continue it "
                 "before backward, or start from its values, solve(f, s.z, x, y0=s.y)"
             )
         return self.states
@@ -130,29 +129,29 @@ def solve(
 
         y' = (1 - beta) y + beta f(z)        z' = (1 - beta) z + beta f(y')
 
-    from y = z = z0, unless y0 is given. The backward pass inverts each step, so its memory does not grow with
-    `max_steps`, and the gradient is that of the very iteration that ran.
+    from y = z = z0, unless y0 is given. The backward pass inverts each step, so memory does not grow with `max_steps`,
+    and the gradient is that of the iteration that ran.
 
     Args:
-        f: A module or any callable. It returns something shaped like z, and it must compute the same when it is
-            called again with the same input.
+        f: A module or any callable. It returns something with the structure of z, and must return the same result when
+            it is called again with the same input.
         z0: A tensor, or a nested tuple, list, dict or dataclass of tensors, of dtype float32, float64, bfloat16 or
-            float16, which is the dtype that f sees. The solver's own states are float64 or exact, whatever f computes
-            in. Or a `revdeq.Solution` of another solve, with whose states this one goes on, to the last bit.
-        args: Passed on to f. Gradients reach z0, y0, tensors in args, the parameters of f and tensors that f closes
-            over.
-        y0: Where y starts, shaped like z0, if it is not z0.
+            float16, which is the dtype that f sees. (The solver's states are float64 or exact.) Or a `revdeq.Solution`
+            of another solve, which is continued bit for bit.
+        args: Further arguments of f. Gradients reach z0, y0, tensors in args, the parameters of f and tensors that f
+            captures.
+        y0: The initial y, if it is not z0.
         kwargs: Keyword arguments for f.
         {options}
 
     Returns:
-        A `revdeq.Solution`, with the states z and y, the number of steps and the change in the last one.
+        A `revdeq.Solution`, with the states z and y, the number of steps and the change of the last one.
 
     Raises:
         FloatingPointError: f returns NaN or infinity, or the iteration diverges.
-        OverflowError: A magnitude does not fit the exact state.
-        RuntimeError: f contains what cannot be repeated in the backward pass, such as BatchNorm in training mode.
-        TypeError, ValueError: An argument is of the wrong kind, or f returns something that is not shaped like z0.
+        OverflowError: A magnitude exceeds the range of the exact state.
+        RuntimeError: f cannot be repeated in the backward pass, for example BatchNorm in training mode.
+        TypeError, ValueError: An argument is invalid, or f does not return the structure of z0.
         ReconstructionError, ConvergenceError: In the backward pass, with check="raise".
 
     Example:
@@ -160,23 +159,22 @@ def solve(
         >>> solution = revdeq.solve(lambda z, x: f(z) + x, torch.zeros(4, 8), torch.randn(4, 8))
         >>> solution.z.sum().backward()
 
-    Memory beside f's own: 28 bytes per element in float32, whatever `max_steps` is, and on the host the nodes of the
-    graph, about 10 KB for each evaluation of a block of a few layers. The states, and z and y, are laid
-    out in memory like what f returns first, if that is dense (channels_last, say), and so is what f is given from then
-    on. An output that is laid out differently costs one more pass over it.
+    Memory, in addition to f's: 28 bytes per element in float32, for any `max_steps`, and on the host the nodes of the
+    graph, about 10 KB per evaluation of a block of a few layers. The states have the memory layout of f's first output
+    if that is dense (channels_last, for example), and so do later inputs of f. An output with another layout costs an
+    additional pass over it.
 
-    All evaluations within a solve, and their repetition in the backward pass, see the same random draw, the
-    same autocast and the same settings of torch; the generators end where one evaluation leaves them. Layers
-    with state that every evaluation would change, such as BatchNorm in training mode, are refused. Forward
-    hooks on modules inside f run at every evaluation, in the backward pass too, and so does whatever else f does
-    beside computing; hooks on tensors run once per backward pass. Losses of what f computes inside, and of the states
-    that it is given, have exact gradients, too. What f closes over must stay what it was until the backward pass:
-    parameters that were changed or exchanged are an error there, other values are noticed by `check`, unless the
-    gradient alone depends on them. A generator of f's own (torch.Generator, numpy) is not rewound.
+    All evaluations of a solve, including those of the backward pass, see the same random numbers, autocast and torch
+    settings; afterwards the generators are where one evaluation leaves them. Layers that update state in every
+    evaluation, such as BatchNorm in training mode, are refused. Forward hooks on modules inside f, and all other side
+    effects of f, run at every evaluation, in the backward pass too; hooks on tensors run once per backward pass. Losses
+    on intermediate values of f, and on the states that f gets, have exact gradients. Tensors that f captures must not
+    change before the backward pass: changed or replaced parameters raise an error there, and other changes are noticed
+    by `check`, unless they affect only the gradient. Generators other than torch's default ones are not rewound.
 
-    Compile f (f.compile(), or torch.compile(f)), also where the model around it is compiled: there a solve is a graph
-    break, and f runs as it is. torch.export, torch.jit.trace and make_fx record a solve as plain operations, unrolled.
-    With tol=None no pass waits for the device, so that both can be captured in a CUDA graph.
+    Compile f (f.compile(), or torch.compile(f)), even if the model around it is compiled: there a solve is a graph
+    break, and f runs uncompiled. torch.export, torch.jit.trace and make_fx record a solve as unrolled operations. With
+    tol=None no pass synchronizes with the device, so that both can be captured in a CUDA graph.
     """
     call = f, z0, args, y0, kwargs, options
     if in_compiled_model():
@@ -188,7 +186,7 @@ def solve(
 def _solve(*call: Any) -> Solution:
     tape, spec = _tape(*call)
     end = tape.run()
-    if tape.last is not None:  # the gradient is that of the fixed point
+    if tape.last is not None:  # implicit gradient
         last = Implicit.apply(tape, [*end.y, *end.z], *tape.last.outputs)
         end = end._replace(y=last[: len(end.y)], z=last[len(end.y) :])
     return _solution(tape, spec, end)
@@ -205,8 +203,8 @@ def steps(
 ) -> Iterator[Solution]:
     """The iteration of `revdeq.solve`, step by step, with the same bits.
 
-    Every step gives a `revdeq.Solution`, whose z and y are differentiable: losses of states on the way have exact
-    gradients, in the memory of the states that you keep. Leave the loop when you have seen enough.
+    Every step yields a `revdeq.Solution` with differentiable z and y: losses on intermediate states have exact
+    gradients, in the memory of the states that you keep. You may leave the loop early.
 
     Args:
         f: As for `revdeq.solve`.
@@ -217,10 +215,10 @@ def steps(
         {options}
 
     Returns:
-        An iterator over at most `max_steps` solutions; with a `tol`, it ends where the solve would.
+        An iterator over at most `max_steps` solutions; with a `tol`, it stops where `solve` would.
 
     Raises:
-        ValueError: gradient is "implicit", or there are `backward_steps`: both are about the last step.
+        ValueError: gradient is "implicit", or `backward_steps` is set: both refer to the last step.
 
     Example:
         >>> loss = sum(s.z.square().mean() for s in revdeq.steps(f, z0, x, max_steps=4))
@@ -231,7 +229,7 @@ def steps(
         _break_the_graph()
         return _steps_untraced(*call)
     if is_traced() or has_fakes(z0):
-        raise RuntimeError("revdeq.steps cannot be traced or exported: use revdeq.solve, which unrolls itself there")
+        raise RuntimeError("revdeq.steps cannot be traced or exported: use revdeq.solve, which is then unrolled")
     return _steps(*call)
 
 
@@ -239,7 +237,10 @@ def _steps(*call: Any) -> Iterator[Solution]:
     checked = options_from(call[-1])
     for name, usual in (("gradient", "exact"), ("backward_steps", None)):
         if getattr(checked, name) != usual:
-            raise ValueError(f"{name} = {getattr(checked, name)!r} is about the last step, which steps does not know")
+            raise ValueError(
+                f"{name} = {getattr(checked, name)!r} refers to the last step, which revdeq.steps does not know in "
+                f"advance: leave it out"
+            )
     tape, spec = _tape(*call)
     return (_solution(tape, spec, end) for end in tape.stepwise())
 
@@ -252,24 +253,25 @@ def _tape(
     kwargs: Mapping[str, Any] | None,
     keywords: dict[str, Any],
 ) -> tuple[Tape, TreeSpec]:
-    """A solve that is about to begin, and the structure of its state."""
+    """Check the arguments, and create the tape of a solve and the structure of its state."""
     checked_f(f)
     options = options_from(keywords)
     if has_tangents():
         raise RuntimeError(
-            "solve has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp), and a tangent would be "
+            "solve has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp), and the tangent would "
+            "be "
             "lost: use reverse mode, or call solve outside of the dual level"
         )
     if is_transformed():
         raise TypeError(
-            "solve is inside a transform of torch.func (grad, vmap, ...), which it cannot be: call it outside, with a "
-            "batch dimension in place of vmap and with autograd in place of grad"
+            "solve does not work inside a torch.func transform (grad, vmap, ...): call it outside, with a batch "
+            "dimension instead of vmap and with autograd instead of grad"
         )
     settle()
     carry = None
     if isinstance(z0, Solution):
         if y0 is not None:
-            raise ValueError("y0 is given beside a solution to go on from, which has its own: leave it out")
+            raise ValueError("y0 is given, but z0 is a solution, which has its own y: leave y0 out")
         z0, y0, carry = z0.z, z0.y, z0.carry
     initial, spec = checked_state(z0)
     if options.per_example:
@@ -307,13 +309,13 @@ def _solution(tape: Tape, spec: TreeSpec, end: End) -> Solution:
 
 
 def learnt(keywords: dict[str, Any]) -> Tensor | None:
-    """The schedule, if it is to get a gradient."""
+    """The schedule, if it requires a gradient."""
     schedule = keywords.get("schedule")
     return schedule if isinstance(schedule, Tensor) and schedule.requires_grad else None
 
 
 def _in_compiled_model(run: Callable[..., Any]) -> Callable[..., Any]:
-    """There, it is one graph break. (torch.compiler.disable would import the compiler at once.)"""
+    """Inside a compiled model: one graph break. (torch.compiler.disable would import the compiler immediately.)"""
 
     def saying_so(f: Any, *call: Any) -> Any:
         _say_once_what_is_not_compiled(f)
@@ -337,13 +339,13 @@ _break_the_graph._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 
 
 def _say_once_what_is_not_compiled(f: Any) -> None:
-    """In the log: nothing is wrong, and a warning may be an error."""
+    """Log instead of warn: nothing is wrong, and warnings may be errors."""
     global _said
     if not _said and not is_compiled(f):
         _said = True
         logging.getLogger("revdeq").warning(
-            "f runs as it is, inside a model that is compiled: a solve breaks its graph. To compile f, too, call "
-            "f.compile() if it is a module, or pass torch.compile(f); this is said once"
+            "f runs uncompiled inside a compiled model, because a solve is a graph break. To compile f, call "
+            "f.compile() if it is a module, or pass torch.compile(f). This message is shown once"
         )
 
 
@@ -358,12 +360,12 @@ def _solve_traceably(
     kwargs: Mapping[str, Any] | None,
     keywords: dict[str, Any],
 ) -> Solution:
-    """In plain operations: a tracer sees nothing of what a kernel computes."""
+    """In plain operations, because a tracer cannot record our kernels."""
     for name in ("tol", "per_example", "aux"):
         if keywords.get(name):
             raise ValueError(
-                f"{name} = {keywords[name]!r}: a model that is traced or exported takes a fixed number of steps, and "
-                f"nothing beside them; leave {name} out"
+                f"{name} = {keywords[name]!r}: a traced or exported model takes a fixed number of steps; leave "
+                f"{name} out"
             )
     step, schedule, max_steps, indexed = _constants_of(**keywords)
     coefficients = [*schedule[: 2 * max_steps], *[step] * (2 * max_steps - len(schedule))]
@@ -389,12 +391,12 @@ def _solve_traceably(
 
 
 def _constants_of(**keywords: Any) -> tuple[Coefficients, tuple[Coefficients, ...], int, bool]:
-    """With a state of float64 numbers, also where integers are asked for: their iteration, up to their resolution."""
+    """With float64 states, even if state is "exact": the same iteration up to its resolution."""
     options = options_from(keywords)
     return *rounded_coefficients(options), options.max_steps, options.indexed
 
 
-_constants_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.export would trace into its fractions
+_constants_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # or torch.export would trace into Fraction
 
 
 def checked_f(f: Any) -> Callable[..., Any]:

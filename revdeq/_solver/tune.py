@@ -1,22 +1,22 @@
-"""revdeq.tune: the two coefficients with which the iteration of this very f converges fastest.
+"""revdeq.tune: the coefficients with which the iteration of a given f converges fastest.
 
 Near the fixed point, an eigenvalue l of f's Jacobian becomes L = 1 - gamma + gamma l, and an evaluation multiplies
 its error by the roots of
 
     xi^2 = beta L xi + (1 - beta)
 
-so that the iteration converges where every L lies in the ellipse with half-axes 1 (real) and (2 - beta) / beta
-(imaginary). How to choose, then: gamma = 1 / (1 - c) moves the centre c of f's eigenvalues to 0. beta < 1 makes the
-ellipse taller, for an f that rotates. beta > 1 makes it flat, and the iteration fast, for an f that does not. And since
-nobody knows the eigenvalues of a network, try a few pairs and take the best: that is what `tune` does.
+so the iteration converges if every L is inside the ellipse with half-axes 1 (real) and (2 - beta) / beta (imaginary).
+gamma = 1 / (1 - c) moves the centre c of f's eigenvalues to 0. beta < 1 makes the ellipse taller, for an f that
+rotates. beta > 1 makes it flatter and the iteration faster, for an f that does not. Since the eigenvalues of a network
+are unknown, `tune` tries some pairs and returns the best.
 
 | f | its eigenvalues | a good pair |
 |---|---|---|
-| attention | all around 0, some beyond 1 in size | beta .7 to 1.1, gamma .7 to .9 |
+| attention | around 0, some larger than 1 in magnitude | beta .7 to 1.1, gamma .7 to .9 |
 | convolutions with a normalisation | near the real axis | beta 1.1 to 1.4, gamma 1 to 1.6 |
 | a gradient step, far below 0 | real, from -3 to 0 | beta .9 to 1.2, gamma .4 to .6 |
 
-With one ellipse around all eigenvalues, of centre c and half-axes p and q, the best pair and its rate are known
+If the eigenvalues fill an ellipse with centre c and half-axes p and q, the best pair and its rate are known
 (`best_coefficients`).
 """
 
@@ -40,15 +40,15 @@ from .solve import checked_f
 from .state import checked_state
 
 OPTIONS = ("beta", "gamma", "max_steps", "tol", "indexed", "aux")
-"""Those that mean something to a search."""
+"""The options that apply to a search."""
 
 MOST_SOLVES = 24
 
 START = ((0.8, 1.0), (1.25, 1.0), (0.9, 0.8), (0.7, 0.6), (1.15, 0.75), (1.1, 1.5))
-"""Pairs for attention, for convolutions, between them, and for eigenvalues that are all positive."""
+"""First pairs: for attention, convolutions, in between, and positive eigenvalues."""
 
 SLOW = 2.0
-"""Seconds beyond which a progress bar is shown, to a terminal."""
+"""Seconds after which a terminal shows a progress bar."""
 
 
 class Trial(NamedTuple):
@@ -59,22 +59,22 @@ class Trial(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """By what an evaluation multiplies the residual, on average: with a tolerance, slow iterations end early."""
+        """The mean factor by which an evaluation reduces the residual."""
         return self.residual ** (1 / self.evaluations)
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `revdeq.tune` found. Print it for a table, or plot it. If it has a schedule, `solve` and `RevDEQ` take it as
-    schedule=found.
+    """The result of `revdeq.tune`. Print it for a table, or plot it. If it has a schedule, pass it to `solve` or
+    `RevDEQ` as schedule=found.
 
     Attributes:
         beta, gamma: The best pair.
-        schedule: With schedule=True, a pair for every half-step, which is better than any one pair for all.
-        residual: ‖f(z) - z‖ / ‖z‖ after the solve with what was found; of several batches, their geometric mean.
-        evaluations: How often that solve evaluated f.
-        given: The pair that the search began with, and what came of it.
-        trials: All pairs that were tried, in order, each with its residual and its evaluations.
+        schedule: With schedule=True, a pair for every half-step.
+        residual: ‖f(z) - z‖ / ‖z‖ after a solve with the result; for several batches, the geometric mean.
+        evaluations: The number of evaluations of that solve.
+        given: The trial of the initial pair.
+        trials: All trials in order, each with its pair, residual and evaluations.
         curves: With schedule=True, the residual of the first batch after 1, 2, 3, ... evaluations, by name: with the
             schedule, with the best pair, and with Anderson acceleration (the best of six settings).
 
@@ -106,7 +106,7 @@ class Tuning:
                 "",
                 f"a pair for each of {len(self.schedule)} half-steps: {self.residual:.1e}, {nearer:.1f} times",
             ]
-            lines[-1] += " nearer than the best pair for all"
+            lines[-1] += " closer than the best pair"
             lines += ["", "  beta   gamma"]
             lines += [f"{beta:6.3f}  {gamma:6.3f}" for beta, gamma in self.schedule]
         return "\n".join(lines)
@@ -121,11 +121,10 @@ class Tuning:
         return f"after {self.evaluations} evaluations" if same else "at the tolerance"
 
     def plot(self, path: Any = None) -> Any:
-        """Draw the pairs that were tried, coloured by their residual, or of a schedule, the residual after every
-        evaluation.
+        """Plot the trials, coloured by their residual; for a schedule, the residual by the number of evaluations.
 
         Args:
-            path: Where to save the picture, if it is to be saved.
+            path: The file to save the plot to, if any.
 
         Returns:
             matplotlib's figure.
@@ -138,7 +137,7 @@ class Tuning:
             from matplotlib.figure import Figure
             from matplotlib.ticker import MaxNLocator
         except ImportError as error:
-            raise ImportError("a plot needs matplotlib: pip install matplotlib, or 'revdeq[demo]'") from error
+            raise ImportError("plot needs matplotlib: pip install matplotlib, or 'revdeq[demo]'") from error
         figure = Figure(figsize=(5.5, 4), layout="constrained")
         axes = figure.subplots()
         if self.schedule is not None:
@@ -196,32 +195,31 @@ def tune(
     kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Tuning:
-    """Find the beta and gamma with which a solve of `max_steps` steps comes closest to the fixed point of f, or with a
-    `tol`, with which it comes closer the fastest until there.
+    """Find the beta and gamma with which `max_steps` steps come closest to the fixed point of f, or with a `tol`, those
+    that reach it in the fewest evaluations.
 
-    It tries at most 24 pairs, each with a solve that builds no graph, by a pattern search from a few that work well
-    for attention and for convolutions. With schedule=True it goes on from the best one to a pair for every half-step,
-    by 150 updates of gradient descent through the solve, in the memory of a training step. What it returns is never
-    worse than the pair that it was given, and a schedule is never worse than the best pair. It is deterministic: all
-    solves see the same random draw. f, its parameters and their gradients are left alone. Tune again when f has been
-    trained for a while.
+    This is a pattern search over at most 24 pairs, each tried by a solve without a graph, starting from pairs that work
+    well for attention and convolutions. With schedule=True it then optimizes a pair for every half-step, by 150 updates
+    of gradient descent through the solve, in the memory of a training step. The result is never worse than the given
+    pair, and a schedule never worse than the best pair. It is deterministic: all solves see the same random numbers. f,
+    its parameters and their gradients are not changed. Tune again after f has been trained for a while.
 
     Args:
         f: As for `revdeq.solve`.
         z0: As for `revdeq.solve`.
         args: As for `revdeq.solve`.
-        schedule: Whether to find a pair for every half-step: for all 2 `max_steps`, or with a `tol` for those that the
-            best pair needs to get there. It is made for the state after the last of them.
-        batches: More inputs to tune for, each a tuple (z0, *args): their residuals count alike. A schedule from two or
-            three of them is a little better on others.
+        schedule: Whether to find a pair for every half-step: for all 2 `max_steps`, or with a `tol` for as many as the
+            best pair needs. It is optimized for the state after the last of them.
+        batches: More inputs to tune for, each a tuple (z0, *args), with equal weight. A schedule from two or three
+            batches generalizes a little better.
         kwargs: Keyword arguments for f.
         {options}
 
     Returns:
-        A `revdeq.Tuning`, with the best beta and gamma, the schedule, their residual and all that were tried.
+        A `revdeq.Tuning`, with the best beta and gamma, the schedule, their residual and all trials.
 
     Raises:
-        ValueError: The beta to begin with is within 1/16 of 1, where the way back is too lossy.
+        ValueError: The initial beta is within 1/16 of 1, where reconstruction is too lossy.
         FloatingPointError: f is not finite at z0, or the iteration diverges with every pair.
 
     Example:
@@ -233,11 +231,12 @@ def tune(
     checked = options_from(options, OPTIONS)
     if abs(1 - checked.beta) < CLOSEST_TO_1:
         raise ValueError(
-            f"beta = {checked.beta!r} is within 1/16 of 1, where the backward pass would lose too much: begin with 0.9 "
-            "or 1.1, for example"
+            f"beta = {checked.beta!r} is within 1/16 of 1, where the backward pass would lose too many bits: start "
+            f"with "
+            "0.9 or 1.1, for example"
         )
     if not isinstance(schedule, bool):
-        raise TypeError(f"schedule = {schedule!r} must be True or False: whether to find one, which starts from a pair")
+        raise TypeError(f"schedule = {schedule!r} must be True or False: whether to find a schedule")
     for i, batch in enumerate(batches):
         if not isinstance(batch, (tuple, list)) or not batch:
             raise TypeError(f"batches[{i}] is of type {type(batch).__name__}: it must be a tuple (z0, *args)")
@@ -250,9 +249,8 @@ def tune(
         best = min(trials, key=lambda t: t.rate)
         if not math.isfinite(best.residual):
             raise FloatingPointError(
-                f"the iteration diverges with all of the {len(trials)} pairs that were tried: f returns NaN or "
-                "infinity, or has eigenvalues with real parts beyond 1; normalise what f returns, or begin with a "
-                "smaller gamma"
+                f"the iteration diverges with all {len(trials)} pairs that were tried: f returns NaN or infinity, "
+                "or has eigenvalues with real parts above 1; normalize f's output, or start with a smaller gamma"
             )
         found = Tuning(*best, given=trials[0], trials=trials)
         if schedule:
@@ -261,8 +259,8 @@ def tune(
         problem.rewind()
     if found.residual >= 1:
         warnings.warn(
-            f"no pair converges: with the best of {len(trials)}, f(z) is still {found.residual:.2g} of the size of z "
-            "away from z after the last step; normalise what f returns, so that it contracts",
+            f"no pair converges: with the best of {len(trials)}, the residual is still {found.residual:.2g} after the "
+            "last step; normalize f's output, so that f contracts",
             ConvergenceWarning,
             stacklevel=2,
         )
@@ -270,7 +268,7 @@ def tune(
 
 
 def _best_pair(problem: Problem, max_steps: int, tol: float | None, given: tuple[float, float]) -> list[Trial]:
-    """What came of all pairs that were tried."""
+    """Run the search. Returns all trials."""
     trials: dict[tuple[float, float], Trial] = {}
     with _progress(MOST_SOLVES, "solve") as done:
         for beta, gamma in _search(given, trials):
@@ -281,12 +279,12 @@ def _best_pair(problem: Problem, max_steps: int, tol: float | None, given: tuple
 
 
 def _with_schedule(problem: Problem, found: Tuning) -> Tuning:
-    """With what the descent from the best pair leads to, or the pair itself, if that is better."""
+    """The result of gradient descent from the best pair, or the pair itself if that is better."""
     count = found.evaluations
     pair = found.beta, found.gamma
     with _progress(UPDATES, "update") as done:
         descended = descend(problem, (pair,) * count, done)
-    # The fractions that state="auto" would take: so all states compute with the same.
+    # Rounded to the fractions of state="auto", so that all states use the same coefficients.
     descended = tuple((Radix.nearest(beta, Exact().fraction_bits, gamma).beta, gamma) for beta, gamma in descended)
     settings = {"beta": found.beta, "gamma": found.gamma, "max_steps": count // 2}
     schedules = [(pair,) * count, descended]
@@ -301,10 +299,10 @@ def _with_schedule(problem: Problem, found: Tuning) -> Tuning:
 
 
 def best_coefficients(p: float, q: float = 0.0, c: float = 0.0) -> tuple[float, float, float]:
-    """Where the eigenvalues of f's Jacobian fill an ellipse of centre c and half-axes p (real) and q (imaginary): the
-    best beta and gamma, and by what they multiply the error in an evaluation."""
+    """The best beta and gamma, and the error reduction per evaluation, if the eigenvalues of f's Jacobian fill an
+    ellipse with centre c and half-axes p (real) and q (imaginary)."""
     if not c + p < 1:
-        raise ValueError(f"c + p = {c + p} must be below 1: no pair converges with an eigenvalue of a larger real part")
+        raise ValueError(f"c + p = {c + p} must be below 1: otherwise no pair converges")
     gamma = 1 / (1 - c)
     p, q = gamma * p, gamma * q
     s = math.sqrt(1 + q * q - p * p)
@@ -312,15 +310,15 @@ def best_coefficients(p: float, q: float = 0.0, c: float = 0.0) -> tuple[float, 
 
 
 def rate(eigenvalues: torch.Tensor, beta: float, gamma: float = 1.0) -> float:
-    """By what an evaluation multiplies the error in the long run, with these eigenvalues of f's Jacobian."""
+    """The asymptotic error reduction per evaluation, for these eigenvalues of f's Jacobian."""
     moved = beta * (1 - gamma + gamma * eigenvalues.to(torch.complex128))
     root = torch.sqrt(moved.square() + 4 * (1 - beta))
     return torch.stack([(moved + root).abs(), (moved - root).abs()]).max().item() / 2
 
 
 def _search(given: tuple[float, float], trials: dict[tuple[float, float], Trial]) -> Iterator[tuple[float, float]]:
-    """The pairs to try, one after the other; `trials` has the results so far. From the best of the first ones, a step
-    in each of four directions, shorter ones where none of them is better."""
+    """Yield the pairs to try; `trials` has the results so far. From the best of the first pairs, steps in four
+    directions, and shorter steps if none is better."""
     for pair in (given, *START):
         if pair not in trials:
             yield pair
@@ -332,14 +330,14 @@ def _search(given: tuple[float, float], trials: dict[tuple[float, float], Trial]
             pair = _allowed(centre[0] + move[0], centre[1] + move[1], upwards=move[0] > 0)
             if pair not in trials and len(trials) < MOST_SOLVES:
                 yield pair
-                if trials[pair].rate < before:  # go on from there at once: solves are what counts
+                if trials[pair].rate < before:  # continue from there: solves are what costs
                     break
         if min(trial.rate for trial in trials.values()) >= before:
             size /= 2
 
 
 def _allowed(beta: float, gamma: float, upwards: bool) -> tuple[float, float]:
-    """The pair, or the nearest that may be tried: a step towards 1 goes to the other side of it."""
+    """The closest allowed pair: a step of beta towards 1 continues on the other side of it."""
     if abs(1 - beta) < CLOSEST_TO_1:
         beta = 1 + CLOSEST_TO_1 if upwards else 1 - CLOSEST_TO_1
     return round(min(max(beta, 0.1), 1.9), 4), round(min(max(gamma, 0.05), 1.9), 4)
@@ -347,7 +345,7 @@ def _allowed(beta: float, gamma: float, upwards: bool) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _progress(total: int, unit: str) -> Iterator[Callable[[], None]]:
-    """A function to call after each. It shows a bar if it takes long, there is a terminal and tqdm is there."""
+    """A function to call after each trial. It shows a progress bar if tqdm and a terminal are available."""
     bar: Any = None
     began, done = time.monotonic(), 0
 

@@ -542,7 +542,7 @@ def test_a_draw_cannot_be_traced(tracer, how):
 def test_a_tolerance_cannot_be_traced():
     model = Model(tol=1e-3).eval().requires_grad_(False)
     for tracer in ("export", "trace", "make_fx"):
-        with pytest.raises(ValueError, match="a model that is traced or exported takes a fixed number of steps"):
+        with pytest.raises(ValueError, match="traced or exported model takes a fixed number of steps"):
             TRACERS[tracer](model, torch.randn(3, 6))
 
 

@@ -73,7 +73,7 @@ def test_a_loop_takes_the_options_of_a_solve():
     assert torch.equal(revdeq.loop(f, z0, times=4, kwargs={"x": x}).z, revdeq.loop(f, z0, x, times=4).z)
 
 
-WRONG = [(7, ValueError, "take 8"), (0, ValueError, "take 2"), (True, ValueError, "even"), (2.0, TypeError, "integer")]
+WRONG = [(7, ValueError, "use 8"), (0, ValueError, "use 2"), (True, ValueError, "even"), (2.0, TypeError, "integer")]
 
 
 @pytest.mark.parametrize(("times", "error", "remedy"), WRONG)
