@@ -10,7 +10,7 @@ import torch  # before the library: it brings the OpenMP runtime that the librar
 from torch import Tensor, get_num_threads
 
 from . import half_step
-from .half_step import LANES, ROWS, Coefficients, Linear
+from .half_step import LANES, ROWS, Adjoints, Coefficients, Linear
 
 CODE = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum dtype of common.h
 
@@ -117,65 +117,39 @@ class HalfStep(InC):
         self._address = ctypes.addressof(self._bound)
         self._step: Coefficients | None = None
         # Looked up here and not in every call: at 4,096 elements a call takes 2.5 us, half of it overhead.
-        self._relax = library.revdeq_relax
+        self._relax_in_c = library.revdeq_relax
 
     def _take(self, step: Coefficients) -> None:
         if step is not self._step:
             self._step, self._bound.step = step, Packed(step.a, step.b, step.c)
 
-    def relax(self, f: Tensor, read: Tensor | None, step: Coefficients) -> None:
+    def _relax(self, f: Tensor, read: Tensor | None, step: Coefficients) -> None:
         if step is not self._step:
             self._take(step)
-        f = self.in_order(f)
-        z = self.in_order_or_none(read) if step.c else None  # held until the call: it may be a copy
-        self._relax(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), address(z))
+        self._relax_in_c(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), address(read))
 
-    def relax_norms(self, f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
+    def _relax_norms(self, f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
         self._take(step)
-        f, partial = self.in_order(f), self.partial_sums()
-        z, sums = self.in_order_or_none(read) if step.c else None, partial.data_ptr()
-        library.revdeq_relax_norms(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), address(z), sums)
+        partial = self.partial_sums()
+        tensors = address(read), partial.data_ptr()
+        library.revdeq_relax_norms(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *tensors)
         return partial
 
-    def invert(self, f: Tensor, step: Coefficients) -> None:
-        self._take(step)
-        f = self.in_order(f)
-        library.revdeq_invert(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), None, None, None, None, 0)
-
-    def invert_adjoint(
-        self,
-        f: Tensor,
-        adjoint: Tensor,
-        vjp: Tensor,
-        other: Tensor | None,
-        step: Coefficients,
-        adjoint_step: Linear,
-        seed: Tensor | None = None,
-    ) -> None:
+    def _invert(self, f: Tensor, adjoints: Adjoints, step: Coefficients, adjoint_step: Linear) -> None:
         self._take(step)
         self._take_adjoint(adjoint_step)
-        f, vjp = self.in_order(f), self.in_order(vjp)
-        adjoints = adjoint.data_ptr(), vjp.data_ptr(), address(other) if adjoint_step.c else None
-        library.revdeq_invert(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *adjoints, *typed(seed))
+        *tensors, seed = adjoints
+        library.revdeq_invert(
+            self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *map(address, tensors), *typed(seed)
+        )
 
-    def invert_compare(
-        self,
-        f: Tensor,
-        initial: Tensor,
-        floor: Tensor,
-        adjoint: Tensor | None,
-        vjp: Tensor | None,
-        other: Tensor | None,
-        step: Coefficients,
-        adjoint_step: Linear,
-        seed: Tensor | None = None,
+    def _compare(
+        self, f: Tensor, initial: Tensor, floor: Tensor, adjoints: Adjoints, step: Coefficients, adjoint_step: Linear
     ) -> Tensor:
         self._take(step)
         self._take_adjoint(adjoint_step)
-        f, initial, vjp = self.in_order(f), self.in_order(initial), self.in_order_or_none(vjp)
         worst = self.partial_maxima()
-        tensors = map(address, (initial, floor, adjoint, vjp, other if adjoint_step.c else None, worst))
-        library.revdeq_invert_compare(
-            self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *tensors, *typed(seed)
-        )
+        *others, seed = adjoints
+        tensors = *map(address, (initial, floor, *others, worst)), *typed(seed)
+        library.revdeq_invert_compare(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *tensors)
         return worst

@@ -9,7 +9,7 @@ from torch import Tensor, get_num_threads
 
 from . import cpu, reference_exact
 from .cpu import CODE, Examples, Packed, address, typed
-from .half_step import Linear
+from .half_step import Adjoints, Linear
 from .radix import Radix
 
 
@@ -35,58 +35,35 @@ class HalfStep(cpu.InC, reference_exact.HalfStep):
         self._address = ctypes.addressof(self._bound)
         self._step: Radix | None = None
 
-    def _call(self, name: str, step: Radix, f: Tensor, *tensors: Tensor | None, seed: tuple[Any, ...] = ()) -> Any:
+    def _call(self, name: str, step: Radix, f: Tensor, *addresses: int | None) -> Any:
         if step is not self._step:
             self._step = step
             for field in ("gamma", "sign", "p", "d", "fraction_bits"):
                 setattr(self._bound, field, getattr(step, field))
         function = getattr(cpu.library, f"revdeq_exact_{name}")
-        return function(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *map(address, tensors), *seed)
+        return function(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *addresses)
 
-    def _read(self, read: Tensor | None, step: Radix) -> Tensor | None:
-        return self.in_order_or_none(read) if step.gamma != 1 else None
-
-    def _relax(self, f: Tensor, read: Tensor | None, spill: Tensor | None, step: Radix) -> None:
-        f = self.in_order(f)
-        if self._call("relax", step, f, self._read(read, step), spill):
+    def _relax(self, f: Tensor, read: Tensor | None, step: Radix) -> None:
+        if self._call("relax", step, f, address(read), address(self._put_aside(step))):
             self._find_largest(f)
 
-    def _relax_norms(self, f: Tensor, read: Tensor | None, spill: Tensor | None, step: Radix) -> Tensor:
-        f, partial = self.in_order(f), self.partial_sums()
-        if self._call("relax_norms", step, f, self._read(read, step), spill, partial):
+    def _relax_norms(self, f: Tensor, read: Tensor | None, step: Radix) -> Tensor:
+        partial = self.partial_sums()
+        if self._call("relax_norms", step, f, address(read), address(self._put_aside(step)), address(partial)):
             self._find_largest(f)
         return partial
 
-    def _invert(
-        self,
-        f: Tensor,
-        adjoint: Tensor | None,
-        vjp: Tensor | None,
-        other: Tensor | None,
-        spill: Tensor | None,
-        step: Radix,
-        adjoint_step: Linear,
-        seed: Tensor | None,
-    ) -> None:
+    def _invert(self, f: Tensor, adjoints: Adjoints, step: Radix, adjoint_step: Linear) -> None:
         self._take_adjoint(adjoint_step)
-        vjp, other = self.in_order_or_none(vjp), other if adjoint_step.c else None
-        self._call("invert", step, self.in_order(f), adjoint, vjp, other, spill, seed=typed(seed))
+        spill = self._take_back(step)  # held until the call
+        *tensors, seed = adjoints
+        self._call("invert", step, f, *map(address, (*tensors, spill)), *typed(seed))
 
-    def invert_compare(
-        self,
-        f: Tensor,
-        initial: Tensor,
-        floor: Tensor,
-        adjoint: Tensor | None,
-        vjp: Tensor | None,
-        other: Tensor | None,
-        step: Radix,
-        adjoint_step: Linear,
-        seed: Tensor | None = None,
+    def _compare(
+        self, f: Tensor, initial: Tensor, floor: Tensor, adjoints: Adjoints, step: Radix, adjoint_step: Linear
     ) -> Tensor:
         self._take_adjoint(adjoint_step)
-        initial, worst = self.in_order(initial), self.partial_maxima()
-        vjp, other = self.in_order_or_none(vjp), other if adjoint_step.c else None
-        tensors = initial, floor, adjoint, vjp, other, worst
-        self._call("invert_compare", step, self.in_order(f), *tensors, seed=typed(seed))
+        worst = self.partial_maxima()
+        *others, seed = adjoints
+        self._call("invert_compare", step, f, *map(address, (initial, floor, *others, worst)), *typed(seed))
         return worst

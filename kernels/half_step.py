@@ -9,7 +9,7 @@ which is y' = a y + b f(z) + c z, with three coefficients that belong to the ste
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -106,6 +106,11 @@ def in_order(x: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like, dtype=x.dtype).copy_(x)
 
 
+Adjoints: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""The adjoint that follows a state back, its product, the other adjoint and the seed; all None if none follows."""
+NO_ADJOINT: Adjoints = (None, None, None, None)
+
+
 class HalfStep:
     """A state and its copy in the dtype that f reads: bound once, stepped many times.
 
@@ -125,6 +130,9 @@ class HalfStep:
     anew in each call: a backend may keep what it has made of the last one.
 
     With `each`, the examples of a batch take different numbers of half-steps.
+
+    Here each operation puts its tensors in the order of the state, and leaves out those that are not looked at. What a
+    backend implements is `_relax`, `_relax_norms`, `_invert` and `_compare`.
     """
 
     ends: Tensor | None = None
@@ -161,9 +169,6 @@ class HalfStep:
         """As the state."""
         return x if x.stride() == self._stride and not x.is_neg() else in_order(x, self.state)
 
-    def in_order_or_none(self, x: Tensor | None) -> Tensor | None:
-        return None if x is None else self.in_order(x)
-
     sums: torch.dtype = torch.float64
 
     def partial_sums(self) -> Tensor:
@@ -177,13 +182,13 @@ class HalfStep:
         return self.state.new_empty((chunk_count(self.state, self.examples), LANES), dtype=torch.int32)
 
     def relax(self, f: Tensor, read: Tensor | None, step: Any) -> None:
-        raise NotImplementedError
+        self._relax(self.in_order(f), self.in_order(read) if step.c and read is not None else None, step)
 
     def relax_norms(self, f: Tensor, read: Tensor | None, step: Any) -> Tensor:
-        raise NotImplementedError
+        return self._relax_norms(self.in_order(f), self.in_order(read) if step.c and read is not None else None, step)
 
     def invert(self, f: Tensor, step: Any) -> None:
-        raise NotImplementedError
+        self._invert(self.in_order(f), NO_ADJOINT, step, step)
 
     def invert_adjoint(
         self,
@@ -195,7 +200,8 @@ class HalfStep:
         adjoint_step: Linear,
         seed: Tensor | None = None,
     ) -> None:
-        raise NotImplementedError
+        adjoints = adjoint, self.in_order(vjp), other if adjoint_step.c else None, seed
+        self._invert(self.in_order(f), adjoints, step, adjoint_step)
 
     def invert_compare(
         self,
@@ -208,5 +214,22 @@ class HalfStep:
         step: Any,
         adjoint_step: Linear,
         seed: Tensor | None = None,
+    ) -> Tensor:
+        adjoints = NO_ADJOINT
+        if adjoint is not None and vjp is not None:
+            adjoints = adjoint, self.in_order(vjp), other if adjoint_step.c else None, seed
+        return self._compare(self.in_order(f), self.in_order(initial), floor, adjoints, step, adjoint_step)
+
+    def _relax(self, f: Tensor, read: Tensor | None, step: Any) -> None:
+        raise NotImplementedError
+
+    def _relax_norms(self, f: Tensor, read: Tensor | None, step: Any) -> Tensor:
+        raise NotImplementedError
+
+    def _invert(self, f: Tensor, adjoints: Adjoints, step: Any, adjoint_step: Linear) -> None:
+        raise NotImplementedError
+
+    def _compare(
+        self, f: Tensor, initial: Tensor, floor: Tensor, adjoints: Adjoints, step: Any, adjoint_step: Linear
     ) -> Tensor:
         raise NotImplementedError

@@ -63,7 +63,7 @@ class Radix:
         """The weight of f, beta gamma."""
         return self.beta * self.gamma
 
-    @property
+    @functools.cached_property
     def c(self) -> float:
         """The weight of the other state, beta (1 - gamma)."""
         return self.beta * (1 - self.gamma)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from . import half_step
-from .half_step import LANES, Coefficients, Linear, chunk_count
+from .half_step import LANES, Adjoints, Coefficients, Linear, chunk_count
 
 
 def relaxed(state: Tensor, f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
@@ -87,13 +87,16 @@ def invert(state: Tensor, f: Tensor, copy: Tensor, step: Coefficients, each: Tak
 
 
 def update_adjoint(
-    adjoint: Tensor,
-    vjp: Tensor,
+    adjoint: Tensor | None,
+    vjp: Tensor | None,
     other: Tensor | None,
+    seed: Tensor | None,
     step: Linear,
-    seed: Tensor | None = None,
     each: Taking | None = None,
 ) -> None:
+    """If there is one."""
+    if adjoint is None or vjp is None:
+        return
     old = step.a * adjoint
     if each is not None:
         old = torch.where(each.moves_after, old, each.kept * adjoint)
@@ -135,44 +138,21 @@ def _in_rows(x: Tensor, examples: int = 1) -> Tensor:
 
 
 class HalfStep(half_step.HalfStep):
-    def relax(self, f: Tensor, read: Tensor | None, step: Coefficients) -> None:
+    def _relax(self, f: Tensor, read: Tensor | None, step: Coefficients) -> None:
         relax(self.state, f, read, self.copy, step, taking(self))
 
-    def relax_norms(self, f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
+    def _relax_norms(self, f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
         return relax_norms(self.state, f, read, self.copy, step, taking(self))
 
-    def invert(self, f: Tensor, step: Coefficients) -> None:
-        invert(self.state, f, self.copy, step, taking(self))
-
-    def invert_adjoint(
-        self,
-        f: Tensor,
-        adjoint: Tensor,
-        vjp: Tensor,
-        other: Tensor | None,
-        step: Coefficients,
-        adjoint_step: Linear,
-        seed: Tensor | None = None,
-    ) -> None:
+    def _invert(self, f: Tensor, adjoints: Adjoints, step: Coefficients, adjoint_step: Linear) -> None:
         each = taking(self)
         invert(self.state, f, self.copy, step, each)
-        update_adjoint(adjoint, vjp, other, adjoint_step, seed, each)
+        update_adjoint(*adjoints, adjoint_step, each)
 
-    def invert_compare(
-        self,
-        f: Tensor,
-        initial: Tensor,
-        floor: Tensor,
-        adjoint: Tensor | None,
-        vjp: Tensor | None,
-        other: Tensor | None,
-        step: Coefficients,
-        adjoint_step: Linear,
-        seed: Tensor | None = None,
+    def _compare(
+        self, f: Tensor, initial: Tensor, floor: Tensor, adjoints: Adjoints, step: Coefficients, adjoint_step: Linear
     ) -> Tensor:
         """The lanes' largest relative error of the reconstruction, see `lane_ratios`. Updates the adjoint, if there is
         one, and leaves the state and its copy as they are."""
-        error = previous(self.state, f, self.copy, step) - initial.double()
-        if adjoint is not None and vjp is not None:
-            update_adjoint(adjoint, vjp, other, adjoint_step, seed)
-        return lane_ratios(error, self.state, floor)
+        update_adjoint(*adjoints, adjoint_step)
+        return lane_ratios(previous(self.state, f, self.copy, step) - initial.double(), self.state, floor)

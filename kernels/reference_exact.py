@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from . import half_step, reference
-from .half_step import LANES, Linear
+from .half_step import LANES, Adjoints, Linear
 from .radix import Plan, Radix
 from .reference import Taking, taking
 
@@ -179,28 +179,13 @@ class HalfStep(half_step.HalfStep):
         return copy
 
     def relax(self, f: Tensor, read: Tensor | None, step: Radix) -> None:
-        self._relax(f, read, self._put_aside(step), step)
+        super().relax(f, read, step)
         self.done += 1
 
     def relax_norms(self, f: Tensor, read: Tensor | None, step: Radix) -> Tensor:
-        partial = self._relax_norms(f, read, self._put_aside(step), step)
+        partial = super().relax_norms(f, read, step)
         self.done += 1
         return partial
-
-    def invert(self, f: Tensor, step: Radix) -> None:
-        self._invert(f, None, None, None, self._take_back(step), step, step, None)
-
-    def invert_adjoint(
-        self,
-        f: Tensor,
-        adjoint: Tensor,
-        vjp: Tensor,
-        other: Tensor | None,
-        step: Radix,
-        adjoint_step: Linear,
-        seed: Tensor | None = None,
-    ) -> None:
-        self._invert(f, adjoint, vjp, other, self._take_back(step), step, adjoint_step, seed)
 
     def _is_announced(self, step: Radix) -> None:
         announced = self.plan.steps[self.done]
@@ -241,44 +226,25 @@ class HalfStep(half_step.HalfStep):
                 "takes none up to 32 steps) or fewer steps"
             ) from error
 
-    def _relax(self, f: Tensor, read: Tensor | None, spill: Tensor | None, step: Radix) -> None:
+    def _relax(self, f: Tensor, read: Tensor | None, step: Radix) -> None:
+        spill = self._put_aside(step)
         self._raise_alarm(f, relax(self.state, f, read, self.copy, spill, step, taking(self)))
 
-    def _relax_norms(self, f: Tensor, read: Tensor | None, spill: Tensor | None, step: Radix) -> Tensor:
+    def _relax_norms(self, f: Tensor, read: Tensor | None, step: Radix) -> Tensor:
+        spill = self._put_aside(step)
         partial, bad = relax_norms(self.state, f, read, self.copy, spill, step, taking(self))
         self._raise_alarm(f, bad)
         return partial
 
-    def _invert(
-        self,
-        f: Tensor,
-        adjoint: Tensor | None,
-        vjp: Tensor | None,
-        other: Tensor | None,
-        spill: Tensor | None,
-        step: Radix,
-        adjoint_step: Linear,
-        seed: Tensor | None,
-    ) -> None:
+    def _invert(self, f: Tensor, adjoints: Adjoints, step: Radix, adjoint_step: Linear) -> None:
         each = taking(self)
-        invert(self.state, f, self.copy, spill, step, each)
-        if adjoint is not None and vjp is not None:
-            reference.update_adjoint(adjoint, vjp, other, adjoint_step, seed, each)
+        invert(self.state, f, self.copy, self._take_back(step), step, each)
+        reference.update_adjoint(*adjoints, adjoint_step, each)
 
-    def invert_compare(
-        self,
-        f: Tensor,
-        initial: Tensor,
-        floor: Tensor,
-        adjoint: Tensor | None,
-        vjp: Tensor | None,
-        other: Tensor | None,
-        step: Radix,
-        adjoint_step: Linear,
-        seed: Tensor | None = None,
+    def _compare(
+        self, f: Tensor, initial: Tensor, floor: Tensor, adjoints: Adjoints, step: Radix, adjoint_step: Linear
     ) -> Tensor:
-        if adjoint is not None and vjp is not None:
-            reference.update_adjoint(adjoint, vjp, other, adjoint_step, seed)
+        reference.update_adjoint(*adjoints, adjoint_step)
         return invert_compare(self.state, f, self.copy, initial, floor, step)
 
     def _raise_alarm(self, f: Tensor, bad: Tensor) -> None:

@@ -188,12 +188,15 @@ def interpreted(original: ModuleType) -> ModuleType:
 def interpreted_gpu_module() -> ModuleType:
     if f"{backends.gpu.__name__}_interpreted" not in sys.modules:
         _convert_bfloat16_as_a_gpu_does()
-    return interpreted(backends.gpu)
+    module = interpreted(backends.gpu)
+    module.passes = interpreted(backends.gpu.passes)
+    return module
 
 
 def interpreted_gpu_exact_module() -> ModuleType:
     module = interpreted(backends.gpu_exact)
     module.gpu = interpreted_gpu_module()
+    module.passes = module.gpu.passes
     return module
 
 

@@ -164,7 +164,7 @@ class WayBack:
                     self._maxima.append(half_step.invert_compare(out, x, size, *of_adjoint, *steps, seed))
                 else:
                     self._maxima.append(half_step.invert_compare(out, x, size, None, None, None, *steps))
-                    reference.update_adjoint(*of_adjoint, adjoint_step, seed, reference.taking(half_step))
+                    reference.update_adjoint(*of_adjoint, seed, adjoint_step, reference.taking(half_step))
         if k == 1:  # the initial state is known: use it, not its reconstruction
             for x, initial in zip(self._read, tape.z0, strict=True):
                 x.copy_(initial)
@@ -297,7 +297,7 @@ class WayBack:
         a = first.a if same else first.a * second.b / first.b
         by_z0, by_y0 = [], []
         for by_y, by_z, g, x in zip(*self._adjoint(), dense(grads, self._read), self._tape.z0, strict=True):
-            reference.update_adjoint(by_z, g, by_y, step)
+            reference.update_adjoint(by_z, g, by_y, None, step)
             by_z0.append(((by_z if apart else by_z + a * by_y) / second.b).to(x.dtype))
             if apart:
                 by_y0.append((a * by_y / second.b).to(x.dtype))

@@ -27,6 +27,7 @@ UNNOTICED = "nothing"
 
 INTERPRETED = {
     "kernels/gpu.py": ["tests/kernels/test_kernels.py", "-k", "triton and (every_pair or every_beta)"],
+    "kernels/passes.py": ["tests/kernels/test_kernels.py", "-k", "triton and (every_pair or every_beta)"],
     "kernels/gpu_exact.py": ["tests/solver/test_exact.py", "-k", "triton and (every or alarm)"],
 }
 
