@@ -1,7 +1,7 @@
-"""Decisions on values that are still on their way from a device, which nobody waits for.
+"""Deferred checks of values that are still being computed on a device, without synchronizing.
 
-On the CPU a decision is made at once. On other devices it is made at the first solve that begins after the value has
-arrived, whichever thread that is in, and at the latest when the process ends.
+On the CPU a check runs immediately. On other devices it runs when the first solve begins after the value has arrived,
+in whichever thread, or at exit.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from .. import _device
 
 @dataclass(frozen=True)
 class _Decision:
-    """decide: raises or warns, or does nothing."""
+    """decide: a function of the value that may warn or raise."""
 
     decide: Callable[[Tensor], None]
     arriving: _device.Arriving
@@ -32,7 +32,7 @@ _lock = threading.Lock()
 
 
 def report(value: Tensor, decide: Callable[[Tensor], None]) -> None:
-    """Decide on a value now, if it is at hand, or later. While a graph is recorded there is no value to come."""
+    """Check a value now if it is available, otherwise later. During graph capture there is no value to check."""
     if _device.can_look(value):
         decide(value)
     elif not _device.is_capturing(value.device):
@@ -42,13 +42,13 @@ def report(value: Tensor, decide: Callable[[Tensor], None]) -> None:
 
 
 def settle() -> None:
-    """Handle pending verdicts that have arrived."""
+    """Run the pending checks whose values have arrived."""
     while (decision := _next_to_arrive()) is not None:
         decision.decide(decision.arriving.value)
 
 
 def _next_to_arrive() -> _Decision | None:
-    if not _pending:  # as it always is on the CPU
+    if not _pending:  # always so on the CPU
         return None
     with _lock:
         for i, decision in enumerate(_pending):
@@ -59,20 +59,20 @@ def _next_to_arrive() -> _Decision | None:
 
 @atexit.register
 def _settle_all() -> None:
-    """What the last solves of a process left undecided: a warning as ever, and an error as if none had caught it."""
+    """At exit: run the remaining checks. Errors are printed, because they can no longer be raised."""
     while _pending:
         decision = _pending.pop(0)
         _device.synchronize(decision.device)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("default")  # an error could not be raised to anyone
+                warnings.simplefilter("default")  # nobody could catch an error
                 decision.decide(decision.arriving.value)
         except Exception as error:
             sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _start_anew() -> None:
-    """In a process that was forked: what was on its way arrives with its parent; the lock may be another thread's."""
+    """In a forked process: the pending values belong to the parent, and the lock may be held by one of its threads."""
     global _lock
     _lock = threading.Lock()
     _pending.clear()

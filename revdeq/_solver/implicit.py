@@ -1,11 +1,11 @@
-"""The gradient of the fixed point itself, by the implicit function theorem, with the same iteration.
+"""gradient="implicit": the gradient of the fixed point, by the implicit function theorem, with the same iteration.
 
-At z = f(z, x), a loss with the gradient g by z has the gradient u df/dx by x, where u solves the adjoint equation
+At z = f(z, x), a loss with gradient g with respect to z has gradient u df/dx with respect to x, where u solves
 
     u = J^T u + g        J = df/dz
 
-J^T has the eigenvalues of J, so that the beta and gamma that converge fastest forward do so here. f is evaluated again
-once, where its last evaluation was, and the graph of that gives all of the products.
+J^T has the eigenvalues of J, so the beta and gamma that converge fastest in the forward pass do so here. f is evaluated
+once more at the input of its last evaluation, and all products use that graph.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ from .way_back import no_leaf, norm, scaled
 
 
 class Implicit(torch.autograd.Function):
-    """The last y and z, as if they were the fixed point, as functions of what f returned last."""
+    """The last y and z, treated as the fixed point, as functions of the last output of f."""
 
     @staticmethod
     def forward(ctx: Any, tape: Tape, values: State, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.tape, ctx.size = tape, len(outputs)
-        # Chosen here: a backward pass may run in a thread that does not see `with backend(...)`.
+        # Chosen now, because the backward pass may run in a thread outside of `with backend(...)`.
         ctx.half_step = kernels.half_step_for(outputs[0].device, "float64")
         assert tape.last is not None
         ctx.home, ctx.k, ctx.given, ctx.outputs = tape.last
@@ -45,12 +45,12 @@ class Implicit(torch.autograd.Function):
         refuse_other_derivatives(grads)
         tape, size = ctx.tape, ctx.size
         read, before = ctx.saved_tensors[:size], ctx.saved_tensors[size:]
-        # y and z are the same fixed point, and so their gradients add up.
+        # y and z are the same fixed point, so their gradients add up.
         by_y, by_z = (
             [scaled(g, 1, x) for g, x in zip(part, read, strict=True)] for part in (grads[:size], grads[size:])
         )
         seeds = [y.add_(z) for y, z in zip(by_y, by_z, strict=True)]
-        tape.places.needs_versions = True  # the places are looked into several times
+        tape.places.needs_versions = True  # the saved tensors are read several times
         now = _evaluated_again(ctx, read)
         if tape.monitor is not None:
             tape.monitor.judge_same(now, before)
@@ -58,7 +58,7 @@ class Implicit(torch.autograd.Function):
         if tape.monitor is not None:
             tape.monitor.judge_convergence(tape.adjoint.change, norm(seeds))
         if not graph_is_kept():
-            del tape.f  # and what it closes over: there will be no other backward pass
+            del tape.f  # free what it captures: there will be no other backward pass
         return (None, None, *(x.to(out.dtype) for x, out in zip(u, now, strict=True)))
 
 
@@ -71,7 +71,7 @@ def _evaluated_again(ctx: Any, read: State) -> State:
 
 
 def _solved(ctx: Any, seeds: State) -> State:
-    """u, by the same half-steps as forward, from g. Nothing is undone, so that its states are float64."""
+    """Solve for u by the same half-steps, starting from g. No step is inverted, so the states are float64."""
     adjoint, scheme, options = ctx.tape.adjoint, ctx.tape.scheme, ctx.tape.options
     y_copy, z_copy = [[g.clone() for g in seeds] for _ in range(2)]
     relax_y, relax_z = [
@@ -82,7 +82,7 @@ def _solved(ctx: Any, seeds: State) -> State:
 
     def mapped(u: State) -> State:
         outputs = [ctx.outputs[i] for i in sources]
-        # The seeds are copied: a hook in f may change its gradient in place.
+        # Copies, because a hook in f may modify its gradient in place.
         given = [u[i].to(x.dtype, copy=True) for i, x in zip(sources, outputs, strict=True)]
         products = torch.autograd.grad(outputs, ctx.given, given, retain_graph=True, allow_unused=True)
         return [torch.add(g, v) for g, v in zip(seeds, dense(products, u), strict=True)]

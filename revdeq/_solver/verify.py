@@ -1,4 +1,4 @@
-"""revdeq.verify: is the gradient of this very f exact, and if not, why?"""
+"""revdeq.verify: is the gradient of a given f exact, and if not, why?"""
 
 import contextlib
 import inspect
@@ -17,21 +17,20 @@ from .solve import checked_f, solve
 from .way_back import norm
 
 IGNORED = ("check", "gradient", "keep", "backward_steps")
-"""Options of a solve that are taken, and have no effect here."""
+"""Options that are accepted, but have no effect here."""
 
 
 @dataclass
 class Report:
-    """What `revdeq.verify` found. Print it for a sentence with the cause. Evaluations of f count from 1, in the order
-    of the forward pass.
+    """The result of `revdeq.verify`. Print it for an explanation. Evaluations of f are counted from 1, in the order of
+    the forward pass.
 
     Attributes:
-        evaluations: How many there were in each pass.
-        setting: beta and the number of steps, in words.
-        changed_input: The evaluations whose input the backward pass did not reconstruct bit for bit.
-        changed_output: The evaluations where f, given the same input, gave another output, and in how many elements.
-        growth: By how much the gradient grew on the way back, from the last z to z0. Where it is large, f expands, and
-            gradients explode.
+        evaluations: The number of evaluations in each pass.
+        setting: beta and the number of steps, as text.
+        changed_input: The evaluations whose input was not reconstructed bit for bit.
+        changed_output: The evaluations whose output differed for the same input, with the number of differing elements.
+        growth: The growth of the gradient from the last z to z0. If it is large, f expands, and gradients explode.
 
     Example:
         >>> report = revdeq.verify(f, z0, x)
@@ -47,50 +46,49 @@ class Report:
 
     @property
     def exact(self) -> bool:
-        """Whether both passes computed the same, so that the gradient is that of the stored graph."""
+        """Whether both passes computed the same bits, so that the gradient is that of the stored graph."""
         return not self.changed_input and not self.changed_output
 
     def __str__(self) -> str:
         if self.exact:
             return (
                 f"exact: the backward pass gave f the same {self.evaluations} inputs as the forward pass, bit for bit, "
-                f"and f gave the same outputs ({self.setting}). {self._growth}"
+                f"and f returned the same outputs ({self.setting}). {self._growth}"
             )
-        # Going backward, the first thing that went wrong is the cause of the rest.
+        # In the order of the backward pass, the first difference is the cause of the others.
         first_output, first_input = max(self.changed_output, default=0), max(self.changed_input, default=0)
         if first_output >= first_input:
             elements = self.changed_output[first_output]
             text = (
                 f"your f is not deterministic: evaluation {first_output} differs in {elements} elements when it is "
-                "repeated with the same input (state inside f? a generator of its own? BatchNorm? cuDNN's autotuning, "
-                f"other settings of torch?). {ATOMICS}"
+                "repeated with the same input (state inside f? its own generator? BatchNorm? cuDNN's autotuning, "
+                f"changed torch settings?). {ATOMICS}"
             )
         else:
             text = (
-                f"rounding: the float64 state lost the input of evaluation {first_input} on the way back "
-                f'({self.setting}); state="exact" will not'
+                f"rounding: the float64 state did not reconstruct the input of evaluation {first_input} "
+                f'({self.setting}); use state="exact"'
             )
         lost = len(self.changed_input)
-        return f"{text}. In all, {lost} of {self.evaluations} inputs were not reconstructed bit for bit. {self._growth}"
+        return f"{text}. {lost} of {self.evaluations} inputs were not reconstructed bit for bit. {self._growth}"
 
     @property
     def _growth(self) -> str:
         text = f"From the last z to z0 the gradient is multiplied by {self.growth:.1e}"
         if self.growth <= LARGEST_GROWTH:
             return text
-        return f"{text}: f expands, and gradients explode; damp f with a gamma below 1, or take fewer steps"
+        return f"{text}: f expands, and gradients explode; damp f with gamma < 1, or take fewer steps"
 
 
 @with_options(only=[name for name in NAMES if name not in IGNORED])
 def verify(
     f: Callable[..., Any], z0: Any, *args: Any, kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> Report:
-    """Find out whether the gradient of this very f is exact, and if not, why.
+    """Check whether the gradient of a given f is exact, and if not, why.
 
-    Runs a solve forward and backward, with hashes of the bits of every input and output of f, and compares what the
-    backward pass saw with what the forward pass saw. Memory does not grow with `max_steps` here either: 16 bytes are
-    kept for each evaluation. f is evaluated once more wherever its output changed, to count the elements. All steps are
-    compared, whatever `keep` and `backward_steps` say.
+    Runs a forward and a backward pass, hashes every input and output of f, and compares both passes. It stores only 16
+    bytes per evaluation. If an output differs, f is evaluated once more to count the differing elements. All steps are
+    compared, regardless of `keep` and `backward_steps`.
 
     Args:
         f: As for `revdeq.solve`.
@@ -100,7 +98,7 @@ def verify(
         {options}
 
     Returns:
-        A `revdeq.Report`: print it, or ask for its `exact`.
+        A `revdeq.Report`: print it, or read its `exact`.
 
     Raises:
         ValueError: gradient is "implicit", which repeats no step.
@@ -111,9 +109,7 @@ def verify(
     """
     checked = options_from(options)
     if checked.gradient != "exact":
-        raise ValueError(
-            f"gradient = {checked.gradient!r}: verify is about gradient='exact', which repeats steps; leave it out"
-        )
+        raise ValueError(f"gradient = {checked.gradient!r}: verify applies to gradient='exact' only; leave it out")
     recorder = _Recorder(checked_f(f))
     with torch.inference_mode(False), torch.enable_grad():
         initial = _requiring_grad(z0)
@@ -121,7 +117,7 @@ def verify(
         solution = solve(recorder, initial, *args, kwargs=kwargs, **settings)
         recorder.turn_back(solution.nfe, f"beta = {solution.beta:.6g}, {solution.nfe // 2} steps")
         leaves = tree_leaves(solution.z)
-        random = torch.Generator().manual_seed(0)  # the sum of what a norm returns, say, has no gradient
+        random = torch.Generator().manual_seed(0)  # e.g. the sum of a LayerNorm's output has no gradient
         seeds = [torch.randn(x.shape, generator=random).to(x) for x in leaves]
         grads = torch.autograd.grad(leaves, tree_leaves(initial), seeds, allow_unused=True)
     assert recorder.report is not None
@@ -131,17 +127,17 @@ def verify(
 
 
 class _Recorder:
-    """f, with a memory of what went in and came out."""
+    """Wraps f, and records hashes of its inputs and outputs."""
 
     def __init__(self, f: Callable[..., Any]) -> None:
         self.f = f
-        with contextlib.suppress(TypeError, ValueError):  # some have none
+        with contextlib.suppress(TypeError, ValueError):  # some callables have no signature
             self.__signature__ = inspect.signature(f.forward if isinstance(f, nn.Module) else f)
         self.report: Report | None = None
         self._hashes: list[tuple[int, int]] = []
 
     def turn_back(self, evaluations: int, setting: str) -> None:
-        self._hashes = self._hashes[-evaluations:]  # a solve may have begun twice
+        self._hashes = self._hashes[-evaluations:]  # a solve may have restarted
         self.report = Report(evaluations, setting)
 
     def __call__(self, z: Any, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +156,7 @@ class _Recorder:
         return out
 
     def _count_changes(self, z: Any, out: Any, args: Any, kwargs: Any) -> int:
-        with saved_tensors_hooks(lambda x: x, lambda x: x):  # which the solver does not count
+        with saved_tensors_hooks(lambda x: x, lambda x: x):  # the solver does not count these
             again = self.f(z, *args, **kwargs)
         return sum(int((a != b).sum()) for a, b in zip(tree_leaves(again), tree_leaves(out), strict=True))
 
@@ -169,7 +165,7 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 def bit_hash(tree: Any) -> int:
-    """64 bits that depend on every bit of every tensor and on its place, and not on the order of summation."""
+    """A 64-bit hash of all bits and their positions, independent of the order of summation."""
     total = 0
     for k, x in enumerate(tree_leaves(tree)):
         bits = x.detach().resolve_neg().contiguous().view(_INTEGERS[x.element_size()]).flatten().to(torch.int64)

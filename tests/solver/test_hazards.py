@@ -398,7 +398,7 @@ def anomaly_detection(solve):
         return trained(solve, lambda z, x: f(z) + x, f)
 
 
-@refused(revdeq.ReconstructionError, "f does not compute the same")
+@refused(revdeq.ReconstructionError, "f does not return the same")
 def a_mode_around_the_forward_pass(solve):
     class Scaled(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -598,7 +598,7 @@ def a_result_that_is_changed_in_place(solve):
     return f, x.grad
 
 
-@refused(revdeq.ReconstructionError, "f does not compute the same")
+@refused(revdeq.ReconstructionError, "f does not return the same")
 def a_cache_that_grows(solve):
     f, cache = network(), []
 
@@ -609,7 +609,7 @@ def a_cache_that_grows(solve):
     return trained(solve, remembering, f)
 
 
-@refused(revdeq.ReconstructionError, "f does not compute the same")
+@refused(revdeq.ReconstructionError, "f does not return the same")
 def draws_of_python(solve):
     f = network()
     return trained(solve, lambda z, x: f(z) * random.random() + x, f)
@@ -621,7 +621,7 @@ def layers_that_are_dropped_at_random(solve):
     return trained(solve, lambda z, x: (f(z) if random.random() < 0.5 else g(z)) + x, f)
 
 
-@refused(revdeq.ReconstructionError, "f does not compute the same")
+@refused(revdeq.ReconstructionError, "f does not return the same")
 def dropout_switched_off_between_the_passes(solve):
     f = nn.Sequential(linear(), nn.Dropout(0.5))
     z = solve(lambda z, x: f(z) + x, torch.zeros(3, D), point())

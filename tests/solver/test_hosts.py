@@ -331,7 +331,7 @@ def test_a_state_of_fs_own_is_noticed():
         return memory[-1]
 
     z = revdeq.solve(recurrent, torch.zeros(3, 6), check="raise").z
-    with pytest.raises(revdeq.ReconstructionError, match="f does not compute the same"):
+    with pytest.raises(revdeq.ReconstructionError, match="f does not return the same"):
         z.sum().backward()
 
 

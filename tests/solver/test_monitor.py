@@ -63,7 +63,7 @@ def test_a_function_that_changes_between_the_passes_is_noticed():
         calls += 1
         return f(z) + 1e-3 * calls
 
-    with pytest.raises(revdeq.ReconstructionError, match="does not compute the same"):
+    with pytest.raises(revdeq.ReconstructionError, match="does not return the same"):
         run(drifting, check="raise")
 
 
@@ -167,7 +167,7 @@ def test_an_iteration_that_diverges_is_named_as_the_cause():
     weight = torch.tensor(40.0, requires_grad=True)
     settings = {"beta": 0.8, "max_steps": 8, "state": "float64", "check": "raise"}
     z = revdeq.solve(lambda z: weight * z + 1, torch.randn(5, 8), **settings).z
-    with pytest.raises(revdeq.ReconstructionError, match="The iteration does not converge: z is of size"):
+    with pytest.raises(revdeq.ReconstructionError, match="The iteration does not converge: z has size"):
         z.sum().backward()
 
 
@@ -183,7 +183,7 @@ def test_numbers_that_the_exact_state_is_too_coarse_for_are_named(parts):
 
     z0 = parts(torch.zeros(3))
     z = revdeq.solve(f, z0, state="exact", check="raise").z
-    with pytest.raises(revdeq.ReconstructionError, match="resolves 6e-08"):
+    with pytest.raises(revdeq.ReconstructionError, match="exact state, 6e-08"):
         (z[0] if isinstance(z, tuple) else z).sum().backward()
     zero = torch.zeros(3, requires_grad=True)
     revdeq.solve(lambda z: 0.5 * z + zero, torch.zeros(3), state="exact", check="raise").z.sum().backward()
