@@ -1,9 +1,9 @@
 """f(z, *args), called the same way every time.
 
-The backward pass calls f again at inputs that it has reconstructed, and the gradient is exact only if f then
-computes what it computed before. So f always runs in the same grad mode (some modules take another path
-without one), under the settings it was first called under, with the tensors it had then; and every evaluation
-within a solve sees the same random draw: f with dropout is one function, with one mask, and has a fixed point.
+The backward pass evaluates f again at reconstructed inputs, and the gradient is exact only if f returns the same
+results. So f always runs in the same grad mode (without it, some modules take a different path), under the settings and
+with the tensors of the forward pass; and all evaluations of a solve see the same random numbers: f with dropout is one
+function with one mask, and has a fixed point.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from .unchanged import Unchanged, fill_caches, reachable, refuse_tolerance
 class Call:
     """Calls f with a state given as a flat list of tensors.
 
-    changes_its_input: whether an evaluation has changed what f reads in place, or may have.
-    aux: what f returned beside its state in the last evaluation, if it is to return anything.
+    changes_its_input: whether an evaluation has modified, or may have modified, its input in place.
+    aux: the auxiliary output of the last evaluation, if any.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Call:
         x = initial[0]
         self._like = (x.dtype, x.shape, x.device, torch.strided) if spec.is_leaf() else None
         self._tensors: list[tuple[dict[str, Any], str, Tensor]] = []
-        self._whole: tuple[Any, Any] | None = None  # the arguments, where some of their examples are left out
+        self._whole: tuple[Any, Any] | None = None  # the arguments of the whole batch, while f gets a part of it
 
     def __call__(self, state: State, k: int) -> State:
         """Evaluation k."""
@@ -73,11 +73,11 @@ class Call:
         return flattened(result, state, self._spec)
 
     def refuse_ambiguous(self, initial: State) -> None:
-        """What cannot be cut, if examples are to be."""
+        """Raise if it is unclear which arguments have a batch dimension."""
         refuse_ambiguous(self._args, self._kwargs, initial)
 
     def cut(self, size: int, rows: Tensor) -> None:
-        """From now on f is given these examples out of a batch of so many."""
+        """Evaluate f only on these examples of a batch from now on."""
         if self._whole is None:
             self._whole = self._args, self._kwargs
         self._args, self._kwargs = cut(self._whole, size, rows)
@@ -88,14 +88,14 @@ class Call:
                 return self.f(*args, **kwargs)
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"f failed when it was given {len(rows)} of {size} examples, as compact=True has it: pass what it "
-                    f"reads of each example as an argument, solve(f, z0, x), or use compact=False ({error})"
+                    f"f failed with {len(rows)} of {size} examples, because of compact=True: pass per-example tensors "
+                    f"as arguments, solve(f, z0, x), or use compact=False ({error})"
                 ) from error
 
         self._run = run
 
     def prepare(self, look: bool) -> None:
-        """Before the first evaluation. `look`: whether there is a tolerance."""
+        """Called before the first evaluation. `look`: whether there is a tolerance."""
         self._reachable = reachable(self.f)
         if look:
             refuse_tolerance(self._reachable[0])
@@ -103,7 +103,7 @@ class Call:
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """Around the first evaluation, which tells whether f can be repeated."""
+        """Context manager around the first evaluation: checks whether f can be repeated."""
         versions = self._versions()
         try:
             self._unchanged = Unchanged(*self._reachable, self._leaves)
@@ -119,11 +119,11 @@ class Call:
         self._refuse_changes(versions)
 
     def end(self) -> None:
-        """After the last evaluation of the forward pass."""
+        """Called after the last evaluation of the forward pass."""
         self.hooked = self._unchanged.hooked()
 
     def _versions(self) -> list[int]:
-        """Of what f could change in place: autograd protects tensors that need a gradient."""
+        """Versions of the tensors that f could modify in place; autograd protects those that require a gradient."""
         return [x._version for x in self._leaves if _can_change(x)]
 
     def _refuse_changes(self, versions: list[int]) -> None:
@@ -135,11 +135,11 @@ class Call:
         names = [f"{kinds[keystr(path[:1])]}{keystr(path[1:])}" for path, old, new in rows if old != new]
         if names:
             raise RuntimeError(
-                f"f changed {' and '.join(names)} in place, and would again at every evaluation: clone it inside f"
+                f"f modifies {' and '.join(names)} in place, which every evaluation would repeat: clone it inside f"
             )
 
     def _wrong_signature(self, error: TypeError) -> TypeError | None:
-        """What to say instead of "takes 2 positional arguments but 3 were given", if that is the reason."""
+        """A better message than "takes 2 positional arguments but 3 were given", if that is the problem."""
         f = self.f.forward if isinstance(self.f, nn.Module) else self.f
         count = len(self._args)
         try:
@@ -150,18 +150,18 @@ class Call:
             names = ["z", *(("x",) if count == 1 else (f"args[{i}]" for i in range(count)))]
             called = ", ".join([*names, *(f"{name}=..." for name in self._kwargs)])
             return TypeError(
-                f"f is called as f({called}), which it does not take ({error}): give f these arguments, or wrap it in "
-                "a function or module that takes them"
+                f"f is called as f({called}), but it does not take these arguments ({error}): add them to f, or wrap "
+                "it in a function or module that takes them"
             )
         return None
 
 
 class AsBefore:
-    """Context manager around each evaluation of a backward pass: settings are those of the forward pass, and afterwards
-    what they were. Takes the leaves that f depends on, as far as they are known.
+    """Context manager around the evaluations of a backward pass: applies the settings of the forward pass. Takes the
+    leaves that f depends on, as far as they are known.
 
-    A module that was called through `torch.func.functional_call` gets the tensors that it had then. Leaves need a
-    gradient, also where they were frozen since. Hooks that f registers on what it depends on are in the graph already.
+    A module that was called through `torch.func.functional_call` gets the tensors of that call. Leaves that were frozen
+    since require a gradient again. Hooks that f registers on leaves are removed, because the graph has them already.
     """
 
     def __init__(self, call: Call, leaves: State) -> None:
@@ -197,13 +197,13 @@ class AsBefore:
 
 def _pair(result: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(f"f returned {type(result).__name__}: with aux=True it must return a pair, (state, aux)")
+        raise TypeError(f"f returned {type(result).__name__}: with aux=True it must return a pair (state, aux)")
     return result
 
 
 def _own(args: tuple[Any, dict[str, Any]]) -> tuple[tuple[Any, dict[str, Any]], list[Any]]:
-    """With containers of their own around tensors that need a gradient, since the caller may change his, and their
-    leaves. Other containers are passed as they are: a list that f appends to is the caller's."""
+    """Copy the containers of tensors that require a gradient, since the caller may modify them; returns also their
+    leaves. Other containers are passed on: f may append to the caller's list."""
     own = tree_map(lambda x: x, args, is_leaf=lambda x: isinstance(x, Tensor) or not _needs_grad(x))
     return own, tree_leaves(own)
 
@@ -217,19 +217,19 @@ def _can_change(x: Any) -> bool:
 
 
 def module_tensors(f: Any) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Parameters and buffers, if f is a module, with where they are: a dict and a name."""
+    """The parameters and buffers of a module, with the dict and the name of each."""
     modules = f.modules() if isinstance(f, nn.Module) else ()
     dicts = [d for module in modules for d in (module._parameters, module._buffers)]
     return [(d, name, x) for d in dicts for name, x in d.items() if x is not None]
 
 
 def _with_tensors(f: Any, tensors: list[tuple[dict[str, Any], str, Tensor]]) -> Callable[..., Any]:
-    """A module, called with the tensors that it had."""
+    """Call a module with the given parameters and buffers."""
     paths = {id(d): path for path, module in f.named_modules() for d in (module._parameters, module._buffers)}
     named = {f"{paths[id(d)]}.{name}".lstrip("."): x for d, name, x in tensors}
     return lambda *args, **kwargs: torch.func.functional_call(f, named, args, kwargs)
 
 
 def _is_sharded(*tensors: Any) -> bool:
-    """FSDP exchanges shards for whole parameters, and back, by itself."""
+    """Whether FSDP manages these parameters: it swaps shards and full parameters itself."""
     return any(hasattr(x, "placements") for x in tensors)

@@ -1,8 +1,8 @@
-"""A graph without its tensors.
+"""An autograd graph without its saved tensors.
 
-Autograd keeps the graph of every evaluation of f, but not what it would save there: a number, the place, stands for
-each tensor that is left out. On the way back f is evaluated again, saves the same tensors in the same order, and fills
-the places of that evaluation.
+Autograd keeps the graph of every evaluation of f, but a saved-tensor hook replaces each saved tensor by a number, its
+place. In the backward pass f is evaluated again, saves the same tensors in the same order, and fills the places of that
+evaluation.
 """
 
 import functools
@@ -24,44 +24,47 @@ if TYPE_CHECKING:
 
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation inside f: a tensor "
-    "of shape {shape} was changed after an operation had saved it; write x = x.add(y) in place of x.add_(y)"
+    "of shape {shape} was changed after an operation had saved it; write x = x.add(y) instead of x.add_(y)"
 )
 
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
-    "{shape}, on which f depends, was changed between the forward and the backward pass (by an optimizer step?), so "
-    "that the gradient would be that of another f; change it after the backward pass"
+    "{shape} that f uses was changed between the forward and the backward pass (by an optimizer step?), so the "
+    "gradient "
+    "would be that of a different f; change it after the backward pass"
 )
 
 OTHER_TENSORS = (
-    "in the backward pass f used another tensor of shape {shape} that requires a gradient than in the forward pass, "
-    "with other values (a closure whose variables changed after the solve? torch.func.functional_call or a cached "
-    "parametrization around the forward pass alone?): leave what f closes over as it is until the backward pass, "
-    "pass these tensors to f through `args`, or make f a module"
+    "f used a different tensor of shape {shape} that requires a gradient in the backward pass than in the forward pass "
+    "(a closure whose variables changed after the solve? torch.func.functional_call or a cached parametrization around "
+    "the forward pass only?): do not change captured tensors before the backward pass, pass them to f through `args`, "
+    "or "
+    "make f a module"
 )
 
 OTHER_COUNT = (
-    "f does not compute the same when it is called again: in evaluation {k} it saved {before} tensors for its "
-    "derivative in the forward pass and {again} in the backward pass (a cache that its first evaluation fills? a "
-    "cached parametrization around the forward pass alone? a counter, or Python's random numbers? .eval() or "
-    "requires_grad_() since then?): what f computes must depend on its arguments only; fill a cache before the "
-    "solve by calling f once, and take the number of the evaluation from indexed=True"
+    "f does not return the same when it is called again: in evaluation {k} it saved {before} tensors for the backward "
+    "pass in the forward pass, and {again} when it was repeated (a cache that its first evaluation fills? a cached "
+    "parametrization around the forward pass only? a counter, or Python's random numbers? .eval() or requires_grad_() "
+    "since then?): f must depend on its arguments only; fill a cache before the solve by calling f once, and get the "
+    "index of the evaluation with indexed=True"
 )
 
 NOT_DIFFERENTIATED = (
-    "a gradient arrives inside an evaluation of f that is not differentiated (gradient='implicit', backward_steps), "
-    "through something that f computed there and kept (an auxiliary loss, a feature): use gradient='exact' without "
-    "backward_steps, or compute it from solution.z"
+    "a gradient flows into an evaluation of f that is not differentiated (gradient='implicit', backward_steps), "
+    "through "
+    "a tensor that f stored there (an auxiliary loss, a feature): use gradient='exact' without backward_steps, or "
+    "compute it from solution.z"
 )
 
 
 class Differentiates(Exception):
-    """f itself asks for derivatives, so that what it saves is needed while it is evaluated."""
+    """f itself computes derivatives, and needs its saved tensors while it is being evaluated."""
 
 
 class Home:
-    """Where a tape is: held by its graph, or where the solve is within an f, in a place of that evaluation, which
-    forgets it like any tensor and gets another one when it is repeated."""
+    """Refers to a tape: directly, or for a solve inside the f of another one, through a place of that evaluation, which
+    is emptied and filled again like a saved tensor."""
 
     __slots__ = ("_around", "_place", "_tape")
 
@@ -82,12 +85,12 @@ class Home:
         begin, tensors = tape.places.now
         if 0 <= place - begin < len(tensors):
             return tensors[place - begin]
-        # A compiler that compiles a whole training step comes here, too.
+        # Also traced when a whole training step is compiled.
         return (_unpack_untraced if torch.compiler.is_compiling() else _unpack)(self, place)
 
     @property
     def is_within(self) -> bool:
-        """Whether the solve is within the f of another one."""
+        """Whether the solve is inside the f of another one."""
         return self._tape is None
 
 
@@ -100,8 +103,8 @@ _unpack_untraced = untraced(_unpack)
 
 
 class Within:
-    """Context manager around evaluations of f: what packs and unpacks what it saves, and what finds a place for the
-    tape of a solve within f."""
+    """Context manager around evaluations of f: installs the saved-tensor hooks, and the function that finds a place for
+    the tape of a solve inside f."""
 
     __slots__ = ("_around", "_hooks", "_own")
 
@@ -118,10 +121,10 @@ class Within:
 
 
 class Filled:
-    """What belongs to the places of an evaluation.
+    """The tensors in the places of an evaluation.
 
-    versions: of the tensors when they were saved, if it matters whether f changed them later.
-    outputs: what f returned, as soon as that is known.
+    versions: those of the tensors when they were saved, if later changes by f matter.
+    outputs: the outputs of f, once they are known.
     """
 
     __slots__ = ("outputs", "tensors", "versions")
@@ -132,7 +135,7 @@ class Filled:
         self.outputs: list[Tensor] | None = None
 
     def append(self, x: Any) -> int:
-        """Returns the index of x."""
+        """Add x, and return its index."""
         if self.versions is not None:
             self.versions.append(x._version if isinstance(x, Tensor) else 0)
         self.tensors.append(x)
@@ -144,21 +147,20 @@ class Filled:
 
 
 class Places:
-    """The places of a solve, and what belongs to those of a few evaluations.
+    """The places of a solve, and the tensors of a few evaluations.
 
-    filled: by the number of the evaluation.
-    running: the number of the evaluation that is under way, or -1.
-    needs_versions: whether f asks for derivatives itself, or changes in place what was saved, which is an error only if
+    filled: the tensors by the index of the evaluation.
+    running: the index of the evaluation that is running, or -1.
+    needs_versions: whether f computes derivatives itself, or modifies saved tensors in place, which is an error only if
         a gradient flows there.
-    devices: of all that the first evaluation saved.
-    now: the first place of the evaluation that the engine is walking through, and all of its tensors, if they can be
-        had without a further look.
+    devices: those of the tensors that the first evaluation saved.
+    now: the first place and the tensors of the evaluation whose graph the engine is in, for fast lookup.
     """
 
     def __init__(self) -> None:
         self._next = itertools.count()
         self._begins: list[int] = []  # the first place of each evaluation
-        self._counts: list[int] = []  # how many places each has
+        self._counts: list[int] = []  # the number of places of each
         self._shapes: dict[int, Any] = {}
         self._leaves: dict[int, tuple[Tensor, int]] = {}  # saved by the first evaluation, with their versions
         self.filled: dict[int, Filled] = {}
@@ -169,13 +171,13 @@ class Places:
     # Forward
 
     def leaving_out(self, home: Home) -> Within:
-        """What f saves is counted, and forgotten at once. All in C: `next` takes a tensor for what it shall return
-        after the last number, and there is none."""
+        """Count the tensors that f saves, and drop them. All in C: the hook is `next` of a counter, which takes the
+        tensor as its default."""
         number = functools.partial(next, self._next)
         return Within(home, number, home.unpack, number)
 
     def noting(self, home: Home, k: int) -> Within:
-        """What evaluation k saves is there until it is emptied."""
+        """Store the tensors that evaluation k saves."""
         filled = self.filled[k] = Filled([])
 
         def hold(x: Any) -> int:
@@ -196,7 +198,7 @@ class Places:
             self._leaves[i] = leaf, leaf._version
 
     def begin(self, k: int) -> None:
-        """Evaluation k in the forward pass, perhaps once more."""
+        """Start evaluation k of the forward pass; an evaluation may be repeated."""
         self.running = k
         del self._begins[k:], self._counts[k:]
         self._begins.append(next(self._next) + 1)
@@ -208,21 +210,21 @@ class Places:
             self.needs_versions = any(map(filled.is_changed, range(len(filled.tensors))))
 
     def keep(self, k: int, outputs: list[Tensor]) -> None:
-        """What f saved and returned in evaluation k, which is then not repeated."""
+        """Keep the tensors and outputs of evaluation k, which is then not repeated."""
         self.filled.setdefault(k, Filled(None)).outputs = [x.detach() for x in outputs]
 
     def empty(self, k: int, only: torch.device | None = None) -> None:
-        """Forget what is in the places, or what is on one device: nodes of another one may be late, and still ask."""
+        """Empty the places, or those of one device: nodes on another device may run later."""
         filled, self.now = self.filled.pop(k, None), (0, [])
         if filled is None:
             return
         others = [x if isinstance(x, Tensor) and x.device != only else None for x in filled.tensors] if only else []
-        filled.tensors.clear()  # what packed them still has the list
+        filled.tensors.clear()  # the hook still refers to the list
         if others:
             filled.tensors, filled.outputs, self.filled[k] = others, None, filled
 
     def note_shapes(self, k: int) -> None:
-        """It may turn out later that this evaluation is not to be differentiated."""
+        """Mark this evaluation as not differentiated."""
         self._shapes[k] = [
             (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in self.filled[k].tensors
         ]
@@ -231,11 +233,11 @@ class Places:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Those that f depends on, as far as they are known."""
+        """The leaves that f depends on, as far as they are known."""
         return [leaf for leaf, _ in self._leaves.values()]
 
     def refuse_changes(self) -> None:
-        """Before the way back."""
+        """Called when the backward pass begins."""
         for leaf, version in self._leaves.values():
             if leaf._version != version:
                 raise RuntimeError(CHANGED.format(shape=tuple(leaf.shape)))
@@ -251,7 +253,7 @@ class Places:
         return x
 
     def _evaluation(self, place: int) -> int:
-        """The one that a place belongs to. By a bisection in Python: torch.compile cannot trace the library's."""
+        """The evaluation of a place. A bisection in Python, because torch.compile cannot trace the library's."""
         low, high = 0, len(self._begins)
         while high - low > 1:
             middle = (low + high) // 2
@@ -259,7 +261,7 @@ class Places:
         return low
 
     def held(self, place: int, tape: "Tape", home: Home) -> Any:
-        """What belongs to a place. Where it is empty, steps are undone until it is there."""
+        """The tensor of a place. If it is empty, steps are inverted until it is filled."""
         k = self._evaluation(place)
         i, filled = place - self._begins[k], self.filled.get(k)
         if filled is not None and filled.tensors[i] is not None:
@@ -274,7 +276,7 @@ class Places:
         return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
     def fill(self, k: int, filled: Filled) -> None:
-        """The places of evaluation k, if it is the one that it was."""
+        """The tensors of evaluation k, after a check that f has not changed."""
         if len(filled.tensors) != self._counts[k]:
             raise ReconstructionError(OTHER_COUNT.format(again=len(filled.tensors), before=self._counts[k], k=k + 1))
         if k == 0:
@@ -284,8 +286,8 @@ class Places:
             self.now = self._begins[k], filled.tensors
 
     def _compare_leaves(self, tensors: list[Any]) -> None:
-        """f may make a leaf itself, but its numbers must be the same, which is asked where a look does not wait for the
-        device."""
+        """f may create leaves itself, but with the same values, which are compared if that does not synchronize with
+        the device."""
         for i, (before, _) in self._leaves.items():
             now = _leaf(tensors[i])
             if now is before:
@@ -297,7 +299,7 @@ class Places:
 
 
 class Filling:
-    """Context manager around an evaluation when it is repeated: what f saves fills its places."""
+    """Context manager around a repeated evaluation: the tensors that f saves fill its places."""
 
     __slots__ = ("_begin", "_filled", "_k", "_places", "_within")
 
@@ -325,12 +327,12 @@ class Filling:
     def __exit__(self, kind: object, *exception: object) -> None:
         places, filled = self._places, self._filled
         self._within.__exit__()
-        del self._within  # which holds this
+        del self._within  # a reference cycle
         places.running = -1
         places.filled.pop(self._k, None)
         if kind is not None:
             return
-        if filled.versions is None:  # the graph of this repetition, which nobody walks, holds the list
+        if filled.versions is None:  # the unused graph of this repetition refers to the list
             held, filled.tensors = filled.tensors, list(filled.tensors)
             held.clear()
         places.fill(self._k, filled)
@@ -341,7 +343,7 @@ def _differentiates(nothing: None) -> Tensor:
 
 
 def _leaf(x: Tensor) -> Tensor | None:
-    """x, or what it is a view of, if that is a leaf: a weight is mostly saved transposed."""
+    """x or its base, if that is a leaf: weights are usually saved transposed."""
     if x.is_leaf:
         return x
     base = x._base
@@ -349,9 +351,9 @@ def _leaf(x: Tensor) -> Tensor | None:
 
 
 def _without_graph(x: Tensor) -> Tensor:
-    """A view of a leaf has none that would hold anything, and tells what it is a view of."""
+    """A view of a leaf, which has no history, refers to its base."""
     return x.detach() if _leaf(x) is None else x
 
 
 _thread = threading.local()
-"""around: the solve whose f this thread is in, if it is, and what finds a place there for a solve within."""
+"""around: the solve whose f this thread is evaluating, if any, and the function that finds a place in it."""

@@ -1,4 +1,4 @@
-"""A state: a tensor, or a nested tuple, list or dict of tensors, as a flat list of its tensors."""
+"""States: a tensor, or a nested tuple, list or dict of tensors, flattened to a list."""
 
 from dataclasses import is_dataclass
 from typing import Any
@@ -25,9 +25,9 @@ _LEAF = tree_flatten(0)[1]
 
 def refuse_device(name: str, device: torch.device) -> None:
     if device.type == "meta":
-        raise ValueError(f"{name} is on the meta device, where nothing is computed: move it to a real one")
+        raise ValueError(f"{name} is on the meta device: move it to a real one")
     if device.type == "mps":
-        raise ValueError(f"{name} is on {device}, which has no float64 to keep the states in: move it and f to the CPU")
+        raise ValueError(f"{name} is on {device}, which does not support float64 states: move it and f to the CPU")
 
 
 def checked_state(z0: Any, called: str = "z0") -> tuple[State, TreeSpec]:
@@ -38,7 +38,7 @@ def checked_state(z0: Any, called: str = "z0") -> tuple[State, TreeSpec]:
         _register_dataclasses(z0)
         paths, spec = tree_flatten_with_path(z0)
     if not paths:
-        raise ValueError(f"{called} = {z0!r} has no tensor in it: pass a tensor, or a tuple, list or dict of tensors")
+        raise ValueError(f"{called} = {z0!r} contains no tensor: pass a tensor, or a tuple, list or dict of tensors")
     leaves = []
     for path, x in paths:
         name = f"{called}{keystr(path)}"
@@ -51,7 +51,7 @@ def checked_state(z0: Any, called: str = "z0") -> tuple[State, TreeSpec]:
             raise TypeError(f"{name} is {x.dtype}: it must be float32, float64, bfloat16 or float16; use {remedy}")
         if x.is_nested or holds_others(x):
             kind = "NestedTensor" if x.is_nested else type(x).__name__
-            raise TypeError(f"{name} is a {kind}, which holds other tensors: solve for those")
+            raise TypeError(f"{name} is a {kind}, which wraps other tensors: solve for those")
         if x.layout != torch.strided:
             raise TypeError(f"{name} has layout {x.layout}: it must be dense; convert it with {name}.to_dense()")
         if x.device != paths[0][1].device:
@@ -59,41 +59,39 @@ def checked_state(z0: Any, called: str = "z0") -> tuple[State, TreeSpec]:
                 f"{name} is on {x.device} and the first tensor of {called} on {paths[0][1].device}: use one device"
             )
         refuse_device(name, x.device)
-        # A tensor made in inference mode cannot be saved for the backward pass; its copy can.
+        # Inference tensors cannot be saved for the backward pass, but copies can.
         leaves.append(x.clone() if x.is_inference() and torch.is_grad_enabled() else x.resolve_neg())
     return leaves, spec
 
 
 def structured(state: State, spec: TreeSpec) -> Any:
-    """Its tensors in the structure of z0."""
+    """Unflatten tensors into the structure of z0."""
     return state[0] if spec.is_leaf() else tree_unflatten(state, spec)
 
 
 def checked_y0(y0: Any, initial: State, spec: TreeSpec) -> State:
-    """The tensors of y0, if they are like those of z0."""
+    """The tensors of y0, after a check that they match z0."""
     leaves, structure = checked_state(y0, "y0")
     likes = [[(x.shape, x.dtype, x.device) for x in state] for state in (leaves, initial)]
     if structure != spec or likes[0] != likes[1]:
-        raise ValueError(
-            "y0 must have the structure, shapes, dtypes and device of z0: both are states of one iteration"
-        )
+        raise ValueError("y0 must have the structure, shapes, dtypes and device of z0")
     return leaves
 
 
 def _register_dataclasses(tree: Any) -> None:
-    """So that torch's trees go into them."""
+    """Register dataclasses with torch's pytrees."""
     while found := {type(x) for x in tree_leaves(tree) if is_dataclass(x) and not isinstance(x, type)}:
         for kind in found:
             register_dataclass(kind)
 
 
 def versions_of(*states: State) -> list[int | None]:
-    """What counts in-place changes, but for tensors of inference mode, which have no such count."""
+    """The version counter of a tensor; inference tensors have none."""
     return [None if x.is_inference() else x._version for state in states for x in state]
 
 
 def holds_others(x: Tensor) -> bool:
-    """Whether x is a wrapper of other tensors (a DTensor, say) and has no memory of its own."""
+    """Whether x is a wrapper of other tensors, such as a DTensor, without its own memory."""
     if type(x) in (Tensor, torch.nn.Parameter):
         return False
     if hasattr(x, "__tensor_flatten__"):
@@ -105,7 +103,7 @@ def holds_others(x: Tensor) -> bool:
 
 
 def flattened(result: Any, state: State, spec: TreeSpec) -> State:
-    """The tensors that f returned, if they are like those of the state. A dict may have its keys in another order."""
+    """The tensors that f returned, after a check that they match the state. The keys of a dict may be in any order."""
     if spec.is_leaf():
         outputs, has_structure = [result], isinstance(result, Tensor)
     else:
@@ -130,7 +128,7 @@ def flattened(result: Any, state: State, spec: TreeSpec) -> State:
 
 
 def _unwrapped(out: Any) -> Any:
-    """A result of a collective that is still under way is awaited by any operation on it."""
+    """Wait for the result of an asynchronous collective."""
     if isinstance(out, Tensor) and type(out).__name__ == "AsyncCollectiveTensor":
         return out.clone()
     return out
@@ -151,23 +149,24 @@ def _misfit(name: str, out: Any, x: Tensor) -> Exception:
     if not isinstance(out, Tensor):
         return TypeError(f"{name} is of type {type(out).__name__}: it must be a tensor of shape {tuple(x.shape)}")
     if holds_others(out):
-        remedy = ".to_local() or .full_tensor()" if hasattr(out, "to_local") else "the tensors that it holds"
-        return TypeError(f"{name} is a {type(out).__name__}, which holds other tensors: return {remedy}")
+        remedy = ".to_local() or .full_tensor()" if hasattr(out, "to_local") else "the tensors inside it"
+        return TypeError(f"{name} is a {type(out).__name__}, which wraps other tensors: return {remedy}")
     if out.shape != x.shape:
         return ValueError(
-            f"{name} has shape {tuple(out.shape)}: it must be shaped like z0, {tuple(x.shape)} (which a layer makes "
-            "from x unless it is given: deq(x, z0=...))"
+            f"{name} has shape {tuple(out.shape)}: it must have the shape of z0, {tuple(x.shape)} (a layer's default "
+            f"is "
+            "that of x; to change it, pass deq(x, z0=...))"
         )
     if out.device != x.device:
-        return ValueError(f"{name} is on {out.device}: it must be where z0 is, on {x.device}")
+        return ValueError(f"{name} is on {out.device}: it must be on the device of z0, {x.device}")
     if out.layout != torch.strided:
         return TypeError(f"{name} has layout {out.layout}: it must be dense; use to_dense()")
     return TypeError(f"{name} is {out.dtype}: it must be float32, float64, bfloat16 or float16; convert it inside f")
 
 
 def laid_out_like(outputs: State, state: State) -> State:
-    """Empty tensors for the state in the layout of f's outputs, where that is dense: otherwise each output would have
-    to be brought into the state's layout."""
+    """Empty tensors for the state, with the memory layout of f's outputs if that is dense. Otherwise each output would
+    have to be converted."""
     return [
         torch.empty_like(x)
         if layout(out) == layout(x) or x.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(out)
@@ -177,28 +176,28 @@ def laid_out_like(outputs: State, state: State) -> State:
 
 
 def is_batch_outermost(x: Tensor) -> bool:
-    """Whether examples, the first dimension, stand in memory one after the other."""
+    """Whether examples, the first dimension, are consecutive in memory."""
     return len(x) < 2 or x.numel() == 0 or x.stride(0) == x.numel() // len(x)
 
 
 def checked_batch(leaves: State, spec: TreeSpec) -> None:
-    """Raises if the tensors of z0 are not about the same examples."""
+    """Raise if the tensors of z0 have no common batch dimension."""
     paths = [path for path, _ in tree_flatten_with_path(tree_unflatten(leaves, spec))[0]]
     sizes = {f"z0{keystr(path)}": tuple(x.shape) for path, x in zip(paths, leaves, strict=True)}
     for name, shape in sizes.items():
         if not shape:
             raise ValueError(
-                f"{name} has no dimension, and with per_example=True the first one is the batch: give it one, or leave "
+                f"{name} has no dimension, but per_example=True needs a batch dimension: add one, or leave "
                 "per_example out"
             )
     if len({shape[0] for shape in sizes.values()}) > 1:
         listed = ", ".join(f"{name} of shape {shape}" for name, shape in sizes.items())
         raise ValueError(
-            f"the tensors of z0 differ in their first dimension, which with per_example=True is the batch: {listed}; "
-            "give them the same, or leave per_example out"
+            f"the tensors of z0 differ in their first dimension, the batch with per_example=True: {listed}; make them "
+            "equal, or leave per_example out"
         )
 
 
 def dense(grads: Any, like: State) -> State:
-    """f need not depend on all of its state, and a gradient may be sparse."""
+    """Convert gradients to dense tensors: None if f does not depend on a part of the state, and some are sparse."""
     return [torch.zeros_like(x) if g is None else g.to_dense() for g, x in zip(grads, like, strict=True)]

@@ -58,7 +58,7 @@ def test_objects_in_closures_that_raise_when_looked_into(name):
 def test_nested_and_masked_tensors_as_states_are_named():
     parts = [torch.ones(2), torch.ones(3)]
     for layout in (torch.strided, torch.jagged):
-        with pytest.raises(TypeError, match="z0 is a NestedTensor, which holds other tensors"):
+        with pytest.raises(TypeError, match="z0 is a NestedTensor, which wraps other tensors"):
             revdeq.solve(lambda z: 0.5 * z, torch.nested.nested_tensor(parts, layout=layout))
     masked = torch.masked.masked_tensor(torch.ones(3), torch.tensor([True, False, True]))
     with pytest.raises(TypeError, match="z0 is a MaskedTensor"):

@@ -198,7 +198,7 @@ def test_results_that_are_wrappers_of_others_are_refused_or_awaited():
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.testing._internal.two_tensor import TwoTensor
 
-    with pytest.raises(TypeError, match="f's output is a TwoTensor, which holds other tensors"):
+    with pytest.raises(TypeError, match="f's output is a TwoTensor, which wraps other tensors"):
         revdeq.solve(lambda z: TwoTensor(z, z), torch.zeros(3))
     with torch.no_grad():
         z = revdeq.solve(lambda z: AsyncCollectiveTensor(0.5 * z + 1), torch.zeros(3), max_steps=2).z

@@ -489,7 +489,7 @@ def a_parametrization_cached_inside_f(solve):
     return trained(solve, cached, f)
 
 
-@refused(RuntimeError, "a cached parametrization around the forward pass alone")
+@refused(RuntimeError, "a cached parametrization around the forward pass only")
 def a_parametrization_cached_around_the_forward_pass(solve):
     f = Added(nn.Sequential(parametrizations.orthogonal(linear()), nn.Tanh()))
     with parametrize.cached():
@@ -615,7 +615,7 @@ def draws_of_python(solve):
     return trained(solve, lambda z, x: f(z) * random.random() + x, f)
 
 
-@refused(RuntimeError, "f used another tensor of shape")
+@refused(RuntimeError, "f used a different tensor of shape")
 def layers_that_are_dropped_at_random(solve):
     f, g = network(), network()
     return trained(solve, lambda z, x: (f(z) if random.random() < 0.5 else g(z)) + x, f)

@@ -171,7 +171,7 @@ def test_tensors_exchanged_between_the_passes_are_an_error():
     model, x = Model(), torch.randn(3, 6)
     others = {name: (0.5 * p).detach().requires_grad_() for name, p in model.named_parameters()}
     z = torch.func.functional_call(model, others, (x,))
-    with pytest.raises(RuntimeError, match="f used another tensor of shape .6, 6. that requires a gradient"):
+    with pytest.raises(RuntimeError, match="f used a different tensor of shape .6, 6. that requires a gradient"):
         z.sum().backward()
     total, linear = 0, nn.Linear(6, 6)
     for x in torch.randn(2, 3, 6, requires_grad=True).unbind():
@@ -523,7 +523,7 @@ def test_subclasses_of_tensor_work_or_say_why_not():
 
     from torch.testing._internal.two_tensor import TwoTensor
 
-    with pytest.raises(TypeError, match="z0 is a TwoTensor, which holds other tensors"):
+    with pytest.raises(TypeError, match="z0 is a TwoTensor, which wraps other tensors"):
         revdeq.solve(torch.cos, TwoTensor(torch.zeros(2), torch.zeros(2)))
 
 

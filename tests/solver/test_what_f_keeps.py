@@ -420,7 +420,7 @@ def test_with_an_implicit_gradient_what_changes_between_the_passes_is_noticed():
         total.sum().backward()
     z = revdeq.solve(lambda z, x: torch.tanh(0.5 * linear(z) + x), torch.zeros(3, 6), x, **IMPLICIT).z
     x.copy_(torch.randn(3, 6))
-    with pytest.raises(revdeq.ReconstructionError, match="closes over"):
+    with pytest.raises(revdeq.ReconstructionError, match="f reads"):
         z.sum().backward()
 
 
@@ -492,7 +492,7 @@ def test_verify_of_a_compiled_f():
 def test_verify_says_what_f_is_called_with():
     with pytest.raises(TypeError, match="f = None must be callable"):
         revdeq.verify(None, torch.ones(3))
-    with pytest.raises(TypeError, match=r"f is called as f\(z, x\), which it does not take"):
+    with pytest.raises(TypeError, match=r"f is called as f\(z, x\), but"):
         revdeq.verify(nn.Linear(3, 3), torch.ones(3), torch.ones(3))
 
 
