@@ -78,25 +78,16 @@ def _alarm(b_f, b_fits):
 
 
 @triton.jit
-def _raise_alarm(p_alarm, b_alarm, o_x, LANES: tl.constexpr):
-    """Only where something is wrong is there anything to store; of several in a lane, any will do."""
-    o_lane = tl.max_contiguous(tl.multiple_of(o_x % LANES, 2), 2)
-    tl.store(p_alarm + o_lane, b_alarm, mask=b_alarm != 0)
-
-
-@triton.jit
 def _encode(pointers, numbers, o_x, m_x):
-    p_state, p_x, p_alarm = pointers
-    UNIT, LANES = numbers
+    p_state, p_x = pointers
     b_x = passes.load(p_x, o_x, m_x)
-    b_number, b_fits = _integer(b_x, UNIT)
-    _raise_alarm(p_alarm, _alarm(b_x, b_fits), o_x, LANES)
-    return ((p_state, b_number << 32),), ()
+    b_number, b_fits = _integer(b_x, numbers[0])
+    return ((p_state, b_number << 32),), (_alarm(b_x, b_fits),)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _encode_kernel(p_state, p_x, p_alarm, n, UNIT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    passes.each_block(_encode, (p_state, p_x, p_alarm), (UNIT, LANES), n, BLOCK)
+    passes.each_block(_encode, (p_state, p_x), (UNIT,), n, BLOCK, p_alarm, LANES)
 
 
 @triton.jit
@@ -133,7 +124,7 @@ def _stepped(b_state, b_r, b_number, step):
 
 
 @triton.jit
-def _relax_row(pointers, numbers, o_x, m_x):
+def _relax(pointers, numbers, o_x, m_x):
     """Adds up squares as in gpu.py, and keeps the worst alarm: of an f or a Y that does not fit. With a spill, the
     remainder is put aside there and starts again from 0."""
     p_state, p_f, p_read, p_copy, p_spill = pointers
@@ -146,20 +137,11 @@ def _relax_row(pointers, numbers, o_x, m_x):
     b_step = (b_next - (b_state >> 32)).to(tl.float32) * UNIT
     b_size = b_next.to(tl.int32).to(tl.float32) * UNIT
     b_alarm = _alarm(b_f, b_fits & (b_next >= -2147483648) & (b_next < 2147483648))
-    stores = (p_state, (b_next << 32) | b_r), (p_copy, _decoded(p_copy, b_next, UNIT))
+    stores = ()
     if p_spill is not None:
         stores += ((p_spill, b_old),)
+    stores += ((p_state, (b_next << 32) | b_r), (p_copy, _decoded(p_copy, b_next, UNIT)))
     return stores, (b_step * b_step, b_size * b_size, b_alarm)
-
-
-@triton.jit
-def _relax(pointers, numbers, o_x, m_x):
-    """A block has many rows, and raises its alarm at once."""
-    of_a_row, p_alarm = pointers
-    step, UNIT, LANES = numbers
-    stores, added = _relax_row(of_a_row, (step, UNIT), o_x, m_x)
-    _raise_alarm(p_alarm, added[2], o_x, LANES)
-    return stores, ()
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -167,9 +149,9 @@ def _relax_kernel(
     p_state, p_f, p_read, p_copy, p_spill, p_alarm, n, half_step, start, to, sign, weight, by_start, by_to, gamma, rest,
     UNIT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    pointers = (p_state, p_f, p_read, p_copy, p_spill), p_alarm + half_step * LANES
-    numbers = (start, to, sign, weight, by_start, by_to, gamma, rest), UNIT, LANES
-    passes.each_block(_relax, pointers, numbers, n, BLOCK)
+    pointers = p_state, p_f, p_read, p_copy, p_spill
+    numbers = (start, to, sign, weight, by_start, by_to, gamma, rest), UNIT
+    passes.each_block(_relax, pointers, numbers, n, BLOCK, p_alarm + half_step * LANES, LANES)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -182,9 +164,9 @@ def _relax_norms_kernel(
     numbers = (start, to, sign, weight, by_start, by_to, gamma, rest), UNIT
     b_zero = tl.full((LANES,), 0.0, tl.float32)
     totals = b_zero, b_zero, tl.full((LANES,), 0, tl.int32)
-    totals = passes.each_chunk(_relax_row, pointers, numbers, totals, n, gpu.RELAXED, ROWS, LANES)
+    totals = passes.each_chunk(_relax, pointers, numbers, totals, n, gpu.RELAXED, ROWS, LANES)
     passes.store_totals(p_partial, totals[:2], LANES)
-    _raise_alarm(p_alarm + half_step * LANES, totals[2], passes.offsets(LANES), LANES)
+    passes.raise_alarm(p_alarm + half_step * LANES, totals[2], passes.offsets(LANES), LANES)
 
 
 @triton.jit

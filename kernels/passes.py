@@ -16,21 +16,25 @@ import triton.language as tl
 
 
 @triton.jit
-def each_block(OPERATION: tl.constexpr, pointers, numbers, n, BLOCK: tl.constexpr):
-    """An operation on a program's block. Nothing is added up."""
+def each_block(
+    OPERATION: tl.constexpr, pointers, numbers, n, BLOCK: tl.constexpr, p_alarm=None, LANES: tl.constexpr = None
+):  # fmt: skip
+    """An operation on a program's block. Nothing is added up; with `p_alarm`, the last of what would be is an alarm."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     o_x = first + offsets(BLOCK)
     if first + BLOCK <= n:
-        _block(OPERATION, pointers, numbers, o_x, None)
+        _block(OPERATION, pointers, numbers, o_x, None, p_alarm, LANES)
     else:
-        _block(OPERATION, pointers, numbers, o_x, n)
+        _block(OPERATION, pointers, numbers, o_x, n, p_alarm, LANES)
 
 
 @triton.jit
-def _block(OPERATION: tl.constexpr, pointers, numbers, o_x, n):
+def _block(OPERATION: tl.constexpr, pointers, numbers, o_x, n, p_alarm, LANES: tl.constexpr):
     m_x = _mask(o_x, n)
-    stores, _ = OPERATION(pointers, numbers, o_x, m_x)
+    stores, added = OPERATION(pointers, numbers, o_x, m_x)
     _store_all(stores, o_x, m_x)
+    if p_alarm is not None:
+        raise_alarm(p_alarm, added[-1], o_x, LANES)
 
 
 @triton.jit
@@ -123,6 +127,13 @@ def store_totals(p_totals, totals, LANES: tl.constexpr):
     chunk, chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     for i in tl.static_range(len(totals)):
         tl.store(p_totals + (i * chunks + chunk) * LANES + offsets(LANES), totals[i])
+
+
+@triton.jit
+def raise_alarm(p_alarm, b_alarm, o_x, LANES: tl.constexpr):
+    """Only where something is wrong is there anything to store; of several in a lane, any will do."""
+    o_lane = tl.max_contiguous(tl.multiple_of(o_x % LANES, 2), 2)
+    tl.store(p_alarm + o_lane, b_alarm, mask=b_alarm != 0)
 
 
 @triton.jit

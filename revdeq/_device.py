@@ -10,10 +10,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 GPUS = ("cuda", "xpu")
 """The types of those that are looked for. ROCm's are called cuda, too."""
@@ -130,6 +132,20 @@ def is_capturing(device: torch.device) -> bool:
         return True
     with api(device).device(device):
         return capturing()
+
+
+def records_graphs(device: torch.device) -> bool:
+    return device.type != "cpu" and hasattr(api(device), "CUDAGraph")
+
+
+def recorded(run: Callable[[], T], device: torch.device) -> tuple[Callable[[], None], T]:
+    """A graph of what `run` asks of the device: to replay it, and what `run` returned, which each replay overwrites."""
+    gpu = api(device)
+    with gpu.device(device):
+        graph = gpu.CUDAGraph()
+        with gpu.graph(graph):
+            result = run()
+    return graph.replay, result
 
 
 def generator_states(device: torch.device) -> list[Tensor]:

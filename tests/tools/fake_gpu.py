@@ -9,11 +9,12 @@
 What is like a GPU: PyTorch runs backward passes in a thread of the device's own. A value that is read on the host makes
 it wait, and is noted. A copy to the host that nobody waits for comes when its stream is told to run, and memory is as
 it was until then. While a graph is recorded, waiting is an error, in every thread. The device has a generator of its
-own, and an allocator that counts. Tensors of two devices do not mix. The other device is current, so that whatever
-relies on the current one goes wrong.
+own, and an allocator that counts. A graph is a list of what ran while it was recorded, operations and launches, each
+with the memory that it had; a replay runs them again. Tensors of two devices do not mix. The other device is current,
+so that whatever relies on the current one goes wrong.
 
 What it cannot show: operations run at once, one after the other, so there is neither asynchrony nor a race between
-streams; a graph is not recorded, let alone replayed; memory is counted by tensors, without what an operation needs
+streams; a graph keeps its memory to itself; memory is counted by tensors, without what an operation needs
 inside; kernels other than ours are the CPU's; nothing can be said about speed. PyTorch gives a device made in Python
 one thread, so that only fakegpu:0 has backward passes; and only if this module was imported before the process's first.
 """
@@ -64,18 +65,30 @@ class Stream:
         self.run()
 
 
+class Graph:
+    """As torch.cuda.CUDAGraph."""
+
+    def __init__(self):
+        self.operations, self.states = [], {}
+
+    def replay(self):
+        driver.replays += 1
+        for operation in self.operations:
+            operation()
+
+
 class Driver(_DummyBackendModule):
     """torch.fakegpu, and what tests want to know or set.
 
     waits: of the host, by what they were for. launches: of Triton kernels, by name. cached_launches: those of them that
-        went past Triton.
+        went past Triton. replays: of graphs.
     """
 
-    Stream = Stream
+    Stream, CUDAGraph = Stream, Graph
 
     def __init__(self):
-        self.waits, self.launches, self.cached_launches = [], Counter(), 0
-        self._index, self._captured = 1, None
+        self.waits, self.launches, self.cached_launches, self.replays = [], Counter(), 0, 0
+        self._index, self._captured, self._graph = 1, None, None
         self._streams = [Stream() for _ in range(self.device_count())]
         self._generators = [torch.Generator().manual_seed(i) for i in range(self.device_count())]
         self._allocated = [0] * self.device_count()
@@ -135,6 +148,21 @@ class Driver(_DummyBackendModule):
         assert not self.spoiled, self.spoiled
 
     @contextlib.contextmanager
+    def graph(self, graph):
+        """As torch.cuda.graph, with the current device."""
+        self._graph = graph
+        try:
+            with self.recording(self._index):
+                yield
+        finally:
+            self._graph = None
+
+    def record(self, operation):
+        """What ran just now, if a graph is recorded."""
+        if self._graph is not None:
+            self._graph.operations.append(operation)
+
+    @contextlib.contextmanager
     def other_stream(self):
         """In a thread whose current stream is not the one that a graph is recorded from."""
         self._thread.elsewhere = True
@@ -158,10 +186,20 @@ class Driver(_DummyBackendModule):
             generator.manual_seed(seed)
 
     def get_rng_state(self, device=None):
-        return self._generators[self._number(device)].get_state()
+        """While a graph is recorded, a place in its random numbers, wherever those begin in a replay."""
+        generator = self._generators[self._number(device)]
+        state, graph = generator.get_state(), self._graph
+        if graph is not None:
+            key = state.numpy().tobytes()
+            self.record(lambda: graph.states.__setitem__(key, generator.get_state()))
+        return state
 
     def set_rng_state(self, state, device=None):
-        self._generators[self._number(device)].set_state(state)
+        generator, graph = self._generators[self._number(device)], self._graph
+        generator.set_state(state)
+        if graph is not None:
+            key = state.numpy().tobytes()
+            self.record(lambda: generator.set_state(graph.states[key]))
 
     @contextlib.contextmanager
     def drawing(self, index):
@@ -264,14 +302,36 @@ class Tensor(torch.Tensor):
         if packet is aten._fused_sdp_choice:
             return 0  # the plain one: the others belong to devices
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        with driver.drawing(index) if draws else contextlib.nullcontext():
-            inner = func(*tree_map(_raw, args), **tree_map(_raw, kwargs))
+
+        def run(args, kwargs):
+            with driver.drawing(index) if draws else contextlib.nullcontext():
+                return func(*args, **kwargs)
+
+        raw = tree_map(_raw, (args, kwargs))
+        inner = run(*raw)
+        if driver._graph is not None and not _is_view(func, raw, inner):
+            driver.record(lambda: _overwrite(inner, run(*raw)))
         out = tree_map(lambda x: Tensor(x, index) if isinstance(x, torch.Tensor) else x, inner)
         return return_and_correct_aliasing(func, args, kwargs, out)
 
 
 def _raw(x):
     return x.raw if isinstance(x, Tensor) else x
+
+
+def _memory(tree):
+    return {x.untyped_storage().data_ptr() for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.numel()}
+
+
+def _is_view(func, given, made):
+    return not func._schema.is_mutable and _memory(made) <= _memory(given)
+
+
+def _overwrite(made, anew):
+    """What an operation has made before, with what it makes now."""
+    for old, new in zip(tree_leaves(made), tree_leaves(anew), strict=True):
+        if isinstance(old, torch.Tensor) and old.numel() and old.data_ptr() != new.data_ptr():
+            old.copy_(new)
 
 
 def _refuse_a_mixture(func, tensors):
@@ -282,7 +342,9 @@ def _refuse_a_mixture(func, tensors):
 
 def _copy(target, source, non_blocking):
     if isinstance(target, Tensor):
-        target.raw.copy_(_raw(source))
+        to, by = target.raw, _raw(source)
+        to.copy_(by)
+        driver.record(lambda: to.copy_(by))
     elif non_blocking:
         driver.current_stream(source.device).copy(source.raw, target)
     else:
@@ -348,9 +410,13 @@ def emulated(name="sm_90"):
                 if self.index != driver.current_device():
                     raise RuntimeError(f"a kernel of {NAME}:{self.index} on {NAME}:{driver.current_device()}")
                 driver.cached_launches += 1
-                self.loaded.run(*args[:9], *noted(self.loaded.kernel, args[9:]))
+                given = *args[:9], *noted(self.loaded.kernel, args[9:])
+                self.loaded.run(*given)
+                driver.record(lambda: self.loaded.run(*given))
 
         def on_raw_memory(kernel, *args, **kwargs):
+            if driver._graph is not None:
+                driver.refuse("to load a kernel")
             return OnRawMemory(run(kernel, *noted(kernel, args), **kwargs))
 
         patch.setattr(JITFunction, "run", on_raw_memory)
