@@ -1,7 +1,7 @@
 """The page of what evidence.py trained: page.md with tables and numbers of the CSV files in it, and its pictures.
 
-In page.md, {maze} is the table of the study maze, {maze_steps} that of its first variant by the number of steps, and
-what else is in braces is a number of `facts`.
+In page.md, {maze} is the table of the study maze, {maze_steps} that of its first variant by the number of steps,
+{program} that of TRM (bench/looped.py), and what else is in braces is a number of `facts`.
 """
 
 import collections
@@ -9,6 +9,7 @@ import math
 import shlex
 import statistics
 
+import table
 from evidence import EDITION, STUDIES, Task, chosen, equal_time, read
 from matplotlib.figure import Figure
 
@@ -129,6 +130,34 @@ def score_table(tables, name):
     return markdown([header[i] for i in columns], [[row[i] for i in columns] for row in rows])
 
 
+LOOPS = {
+    "their own loop": "their own loop, gradient of the last cycle",
+    "stored graph of their loop": "the same, gradient of all cycles, stored graph",
+    "reversible, gamma .25": "damped loop, gradient of all cycles, reversible",
+    "reversible, gamma .25, last step": "damped loop, gradient of the last step",
+}
+
+
+def program_table(results):
+    """Sudokus that TRM solves after so many updates with each loop, and what these take."""
+    measured = [row for path in sorted(results.parent.glob("*/looped.csv")) for row in table.read(path)]
+    found = collections.defaultdict(list)
+    for row in measured:
+        program, _, part = row.benchmark.removeprefix("looped, ").partition(", ")
+        if program == "TRM":
+            found[part.split()[0] if part else "", row.provider, row.size, row.quantity].append(row.p50)
+    updates = sorted({size for part, _, size, _ in found if part == "seed"})
+    cycles = min(size for part, _, size, _ in found if part == "costs")
+    rows = []
+    for loop, label in LOOPS.items():
+        solved = [percent([round(100 * share, 1) for share in found["seed", loop, n, "solved"]]) for n in updates]
+        seconds = statistics.mean(found["seed", loop, updates[-1], "seconds"])
+        (size,) = found["costs", loop, cycles, "bytes"]
+        rows.append([label, *solved, f"{seconds:.0f} s", f"{size / 2**20:.0f} MiB"])
+    header = (f"{n} updates" for n in updates)
+    return markdown(["solved after", *header, "time of all", "memory"], rows)
+
+
 # Numbers in the text
 
 EXACT = [label for label in STUDIES["maze"].variants if label.startswith("exact") and "random" not in label]
@@ -232,7 +261,7 @@ def budgets_figure(tables):
 def page(results):
     """The text of the page, and its pictures by name."""
     tables = Tables(results)
-    made = facts(tables)
+    made = facts(tables) | {"program": program_table(results)}
     for name, study in STUDIES.items():
         made[name] = (puzzle_table if study.sizes else score_table)(tables, name)
         made[f"{name}_steps"] = steps_table(tables, name) if study.sizes else ""

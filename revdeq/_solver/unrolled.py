@@ -51,7 +51,7 @@ def unrolled(
 def is_traced() -> bool:
     """Whether operations are being recorded, past which a kernel would write: by torch.export, torch.jit.trace, make_fx
     or an exporter that is built on them."""
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
         return True
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return proxies is not None and proxies.get_proxy_mode() is not None

@@ -30,7 +30,7 @@ def grids() -> Tensor:
     rows = torch.tensor(list(itertools.permutations(range(1, 5))))
     found = rows[torch.cartesian_prod(*[torch.arange(24)] * 4)].flatten(1)
     for group in range(12):
-        cells = found[:, (group == PLACES).any(1).nonzero().flatten().tolist()]
+        cells = found[:, PLACES.eq(group).any(1).nonzero().flatten().tolist()]
         found = found[(cells.sort().values == torch.arange(1, 5)).all(1)]
     return found
 
