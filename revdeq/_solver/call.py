@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from .compact import cut, refuse_ambiguous
-from .context import Draw, Settings
+from .context import Draw, Settings, WithoutBenchmark
 from .state import State, flattened, structured
-from .unchanged import Unchanged, fill_caches, reachable, refuse_tolerance
+from .unchanged import Unchanged, contents, fill_caches, put_back, reachable, refuse_sharded
 
 
 class Call:
@@ -97,8 +97,7 @@ class Call:
     def prepare(self, look: bool) -> None:
         """Called before the first evaluation. `look`: whether there is a tolerance."""
         self._reachable = reachable(self.f)
-        if look:
-            refuse_tolerance(self._reachable[0])
+        refuse_sharded(self._reachable[0], look)
         fill_caches(self._reachable[0])
 
     @contextlib.contextmanager
@@ -120,10 +119,11 @@ class Call:
 
     def end(self) -> None:
         """Called after the last evaluation of the forward pass."""
-        self.hooked = self._unchanged.hooked()
+        seen = self._unchanged
+        self.hooked, self.slots, self.without_grad = seen.hooked(), seen.used(), seen.without_grad()
 
     def _versions(self) -> list[int]:
-        """Versions of the tensors that f could modify in place; autograd protects those that require a gradient."""
+        """Versions of the tensors that f could modify in place."""
         return [x._version for x in self._leaves if _can_change(x)]
 
     def _refuse_changes(self, versions: list[int]) -> None:
@@ -157,15 +157,18 @@ class Call:
 
 
 class AsBefore:
-    """Context manager around the evaluations of a backward pass: applies the settings of the forward pass. Takes the
-    leaves that f depends on, as far as they are known.
+    """Context manager around the evaluations of a backward pass: applies the settings of the forward pass, and restores
+    what f assigns to attributes and variables. Takes the leaves that f depends on, as far as they are known.
 
     A module that was called through `torch.func.functional_call` gets the tensors of that call. Leaves that were frozen
-    since require a gradient again. Hooks that f registers on leaves are removed, because the graph has them already.
+    or thawed since require a gradient as before. Hooks that f registers on leaves are removed, because the graph has
+    them already.
     """
 
     def __init__(self, call: Call, leaves: State) -> None:
-        self._call, self._frozen = call, [x for x in leaves if not x.requires_grad]
+        self._call, self._benchmark = call, WithoutBenchmark()
+        self._frozen = [x for x in leaves if not x.requires_grad]
+        self._thawed = [x for x in call.without_grad if x.requires_grad and x.is_leaf]
         self._settings = call.settings.as_they_are_not_now()
         swapped = any(d.get(name) is not x and not _is_sharded(d.get(name), x) for d, name, x in call._tensors)
         self._run = _with_tensors(call.f, call._tensors) if swapped else None
@@ -178,16 +181,24 @@ class AsBefore:
             self._restored.__enter__()
         for x in self._frozen:
             x.requires_grad_()
+        for x in self._thawed:
+            x.requires_grad_(False)
+        self._benchmark.__enter__()
         self._hooks = [(x, set(x._backward_hooks or ())) for x in call.hooked]
         if self._run is not None:
             call._run = self._run
+        self._kept = contents(call.slots)
         torch.set_grad_enabled(True)
 
     def __exit__(self, *exception: object) -> None:
         torch.set_grad_enabled(False)
         self._call._run = self._call.f
+        put_back(self._call.slots, self._kept)
+        self._benchmark.__exit__()
         for x in self._frozen:
             x.requires_grad_(False)
+        for x in self._thawed:
+            x.requires_grad_()
         for x, before in self._hooks:
             for key in set(x._backward_hooks or ()) - before:
                 del x._backward_hooks[key]  # type: ignore[union-attr]
@@ -213,7 +224,7 @@ def _needs_grad(tree: Any) -> bool:
 
 
 def _can_change(x: Any) -> bool:
-    return isinstance(x, Tensor) and not x.requires_grad and not x.is_inference()
+    return isinstance(x, Tensor) and not x.is_inference()
 
 
 def module_tensors(f: Any) -> list[tuple[dict[str, Any], str, Tensor]]:

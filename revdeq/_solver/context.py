@@ -60,7 +60,6 @@ CPU_SETTINGS: list[Setting] = [
 
 GPU_SETTINGS: list[Setting] = [
     _attribute(_cudnn, "enabled"),
-    _attribute(_cudnn, "benchmark"),
     _attribute(_cudnn, "deterministic"),
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
@@ -115,6 +114,22 @@ class Settings:
             and [_autocast(settings["device_type"]) for settings in self._autocast] == self._autocast
         )
         return None if same else self
+
+
+class WithoutBenchmark:
+    """Context manager around evaluations of f: cuDNN's algorithms are not chosen by trying them. Each thread keeps what
+    it found, and the backward pass of a GPU has a thread of its own, so that f could compute other bits there."""
+
+    __slots__ = ("_was",)
+
+    def __enter__(self) -> None:
+        self._was = _cudnn.benchmark
+        if self._was:
+            _cudnn.benchmark = False
+
+    def __exit__(self, *exception: object) -> None:
+        if self._was:
+            _cudnn.benchmark = True
 
 
 @contextlib.contextmanager

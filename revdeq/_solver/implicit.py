@@ -44,6 +44,7 @@ class Implicit(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         refuse_other_derivatives(grads)
         tape, size = ctx.tape, ctx.size
+        tape.refuse_changes()
         read, before = ctx.saved_tensors[:size], ctx.saved_tensors[size:]
         # y and z are the same fixed point, so their gradients add up.
         by_y, by_z = (
@@ -65,7 +66,11 @@ class Implicit(torch.autograd.Function):
 def _evaluated_again(ctx: Any, read: State) -> State:
     f = ctx.tape.f
     while True:
-        with contextlib.suppress(OnceMore), AsBefore(f, []), Filling(ctx.tape.places, ctx.home, ctx.k):
+        with (
+            contextlib.suppress(OnceMore),
+            AsBefore(f, ctx.tape.places.leaves),
+            Filling(ctx.tape.places, ctx.home, ctx.k),
+        ):
             leaves = [x.clone().requires_grad_() for x in read]
             return [x.detach() for x in f([no_leaf(x) for x in leaves] if f.changes_its_input else leaves, ctx.k)]
 

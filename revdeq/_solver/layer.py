@@ -138,7 +138,8 @@ class RevDEQ(nn.Module):
     ) -> Tuning:
         """Tune the layer's beta and gamma, or its schedule, for this input by `revdeq.tune`.
 
-        The coefficients become part of the layer's `state_dict`.
+        The coefficients become part of the layer's `state_dict`. With torch.distributed, call it on all processes: all of
+        them get the coefficients of the first one. To tune on a single process, use `revdeq.tune` and `use`.
 
         Args:
             x: As for a call of the layer.
@@ -157,7 +158,7 @@ class RevDEQ(nn.Module):
         options = {"beta": beta, **{name: getattr(self, name) for name in OPTIONS if name != "beta"}}
         more = [(self._start(batch[0], None), *batch) for batch in batches]
         given: dict[str, Any] = {"schedule": schedule, "batches": more, "kwargs": kwargs}
-        found = tune(self.f, self._start(x, z0), x, *args, **given, **options)
+        found = _of_the_first_process(tune(self.f, self._start(x, z0), x, *args, **given, **options))
         self.use(found.beta, found.gamma, found.schedule)
         return found
 
@@ -204,11 +205,16 @@ class RevDEQ(nn.Module):
             self.use(beta, gamma, schedule or None)
 
     def _write(self) -> None:
-        """The buffer, which stays float64 when the weights are converted."""
-        self.coefficients = torch.tensor(self._found, dtype=torch.float64, device=self.coefficients.device)
+        """The buffer, which stays float64 when the weights are converted, and stays the tensor that DDP broadcasts."""
+        self.coefficients.data = torch.tensor(self._found, dtype=torch.float64, device=self.coefficients.device)
         self._seen = self.coefficients._version
 
     def _start(self, x: Any, z0: Any) -> Any:
+        if isinstance(x, torch.fx.Proxy):
+            raise TypeError(
+                "x is a Proxy of torch.fx.symbolic_trace, and a solve is no graph of operations: use torch.export or "
+                "make_fx, or trace with a torch.fx.Tracer whose is_leaf_module is True for RevDEQ"
+            )
         return tree_map(_zeros_like, x) if z0 is None else z0
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
@@ -236,6 +242,15 @@ class RevDEQ(nn.Module):
         usual = Options()
         shown = {k: v for k, v in self.options.items() if k in ("beta", "max_steps") or v != getattr(usual, k)}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+def _of_the_first_process(found: Tuning) -> Tuning:
+    """Each has another part of the data, and with other coefficients it would be another model."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return found
+    shared = [found]
+    torch.distributed.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
 def tune_layers(model: nn.Module, *args: Any, schedule: bool = False) -> dict[str, Tuning]:

@@ -29,9 +29,8 @@ MODIFIED = (
 
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
-    "{shape} that f uses was changed between the forward and the backward pass (by an optimizer step?), so the "
-    "gradient "
-    "would be that of a different f; change it after the backward pass"
+    "{shape} that f uses was changed between the forward and the backward pass (by an optimizer step? by .half(), "
+    ".double() or .to()?), so the gradient would be that of a different f; change it after the backward pass"
 )
 
 OTHER_TENSORS = (
@@ -162,7 +161,7 @@ class Places:
         self._begins: list[int] = []  # the first place of each evaluation
         self._counts: list[int] = []  # the number of places of each
         self._shapes: dict[int, Any] = {}
-        self._leaves: dict[int, tuple[Tensor, int]] = {}  # saved by the first evaluation, with their versions
+        self._leaves: dict[int, tuple[Tensor, Any]] = {}  # saved by the first evaluation, with what they were
         self.filled: dict[int, Filled] = {}
         self.running, self.needs_versions = -1, False
         self.devices: set[torch.device] = set()
@@ -195,7 +194,7 @@ class Places:
         self.devices.add(x.device)
         leaf = _leaf(x)
         if leaf is not None and leaf.requires_grad and not hasattr(leaf, "fake_mode"):  # a tracer's
-            self._leaves[i] = leaf, leaf._version
+            self._leaves[i] = leaf, _kind(leaf)
 
     def begin(self, k: int) -> None:
         """Start evaluation k of the forward pass; an evaluation may be repeated."""
@@ -238,8 +237,8 @@ class Places:
 
     def refuse_changes(self) -> None:
         """Called when the backward pass begins."""
-        for leaf, version in self._leaves.values():
-            if leaf._version != version:
+        for leaf, before in self._leaves.values():
+            if _kind(leaf) != before:
                 raise RuntimeError(CHANGED.format(shape=tuple(leaf.shape)))
 
     def unpack(self, place: int, tape: "Tape", home: Home) -> Tensor:
@@ -348,6 +347,10 @@ def _leaf(x: Tensor) -> Tensor | None:
         return x
     base = x._base
     return base if base is not None and base.is_leaf else None
+
+
+def _kind(x: Tensor) -> tuple[int, torch.dtype, torch.device]:
+    return x._version, x.dtype, x.device
 
 
 def _without_graph(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from .. import _device
 from .call import Call
 from .compact import Whole, rows_of, size_for
-from .context import FromTheStart, OnceMore, untraced
+from .context import FromTheStart, OnceMore, WithoutBenchmark, untraced
 from .monitor import Adjoint, Monitor
 from .options import Options
 from .places import Differentiates, Home, Places
@@ -138,8 +138,9 @@ class Tape:
 
     def _run(self, look: bool) -> None:
         self.begin(look)
-        while not self.step():
-            pass
+        with WithoutBenchmark():
+            while not self.step():
+                pass
 
     def stepwise(self) -> Iterator[End]:
         """Step by step. The states stay here, so that each can be differentiated, also while others are to come."""
@@ -149,7 +150,7 @@ class Tape:
             arrived = False
             while not arrived:
                 self._sums = None
-                with torch.set_grad_enabled(self._graph):
+                with torch.set_grad_enabled(self._graph), WithoutBenchmark():
                     arrived = self.step()
                 self.f.end()
                 if arrived or _device.can_look(self.z0[0]):
@@ -408,6 +409,11 @@ class Tape:
     def _not_finite(self, what: str) -> FloatingPointError:
         if not all(x.isfinite().all() for x in (*self.z0, *self.y0)):
             return FloatingPointError("z0 is not finite: start from finite numbers")
+        if all(x.isfinite().all() for x in self._read):
+            return FloatingPointError(
+                f"{what} is so large after step {self.steps} of at most {self.options.max_steps} that its norm is no "
+                "number of float64 (beyond 1e154, the square of an element is not): scale f and z0 down"
+            )
         return FloatingPointError(
             f"the norm of {what} is not finite after step {self.steps} of at most {self.options.max_steps} "
             f"(beta = {self.scheme.beta:.6g}): f returns NaN or infinity, or the iteration diverges; try a smaller "
@@ -447,7 +453,7 @@ class Tape:
     def turn(self, ctx: Any, grads: Sequence[Tensor | None]) -> None:
         """It comes to the end of the iteration, with gradients by the last y and z."""
         refuse_other_derivatives(grads)
-        self._refuse_changes()
+        self.refuse_changes()
         self._way_back = WayBack(self, _states(ctx), grads, graph_is_kept())
 
     def back(self, home: Home, k: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -485,7 +491,7 @@ class Tape:
             )
         if self._way_back is None or self._way_back.number != current_pass():
             refuse_other_derivatives(grads)
-            self._refuse_changes()
+            self.refuse_changes()
             self._way_back = WayBack(self, self._saved(), None, True)
         return self._way_back
 
@@ -501,7 +507,7 @@ class Tape:
             )
         return _states(ctx)
 
-    def _refuse_changes(self) -> None:
+    def refuse_changes(self) -> None:
         self.places.refuse_changes()
         if any((x := ref()) is not None and x._version != version for ref, version in self._versions):
             raise RuntimeError(
@@ -535,7 +541,7 @@ def relax_norms(half_steps: list[Any], outputs: Sequence[Tensor], read: State, s
 
 
 def relative_change(change: float, value: float) -> float:
-    return math.sqrt(change) / (math.sqrt(value) + NORM_FLOOR)
+    return math.sqrt(change) / (math.sqrt(value) + NORM_FLOOR) if math.isfinite(value) else math.inf
 
 
 def relative_changes(norms: Tensor) -> Tensor:

@@ -1,8 +1,11 @@
 """What f must leave as it is: whatever an evaluation changes would be changed by every one, in the backward pass too.
 
-Buffers of all modules that f can get at, and tensors that it closes over, are compared around the first evaluation.
-They get their values back, and f is refused: a BatchNorm in training mode, say. f is looked into through closures,
-partials, bound methods, plain objects and compiled functions.
+Buffers and frozen parameters of all modules that f can get at, and tensors in attributes and closures, are compared
+around the first evaluation. They get their values back, and f is refused: a BatchNorm in training mode, say. f is
+looked into through closures, partials, bound methods, plain objects and compiled functions.
+
+f may put another tensor into a plain attribute or a variable that it closes over: that may be a feature, for a loss, or
+statistics. The backward pass puts back what it finds there.
 """
 
 import collections
@@ -10,8 +13,8 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +26,11 @@ from .private import caches_parametrizations, is_compiled_module
 STATEFUL = (
     "would be changed by every evaluation of f, in the backward pass too: put the layer outside f, as the paper does, "
     "or use a normalisation without state (GroupNorm, LayerNorm), or call .eval() on it"
+)
+
+OBSERVING = (
+    "would be changed by every evaluation of f, in the backward pass too, and by .eval() they are not frozen: call "
+    "f.apply(torch.ao.quantization.disable_observer)"
 )
 
 _COPIED = 1 << 16
@@ -37,56 +45,115 @@ _NORMALISING = {
 }
 
 
+Slot = tuple[Any, str]
+"""Where f can put a tensor: a dict and a name, or the cell of a closure and its name."""
+
+
+class _Tensor(NamedTuple):
+    """One that f can get at, before the first evaluation. A buffer has a module and, if it is small, a copy."""
+
+    name: str
+    module: nn.Module | None
+    value: Tensor
+    version: tuple[int, int]
+    copy: Tensor | None
+
+    def is_changed(self) -> bool:
+        return _version(self.value) != self.version or _differs(self.value, self.copy)
+
+
 class Unchanged:
     """Around the first evaluation: notices when it changes what f can get at, or registers hooks there."""
 
-    def __init__(self, modules: list[nn.Module], tensors: dict[str, Tensor], args: Iterable[Any]) -> None:
-        self._before: list[tuple[str, nn.Module | None, Tensor, int, Tensor | None]] = []
+    def __init__(self, modules: list[nn.Module], tensors: dict[str, Tensor], slots: list[Slot], args: Any) -> None:
+        self._before: list[_Tensor] = []
         inputs: list[Any] = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
         for name, x in tensors.items():
             if x.requires_grad:
                 inputs.append(x)
             else:
                 self._note(name, None, x)
+        slots = list(slots)
         for outermost in modules:
             for path, module in outermost.named_modules():
-                inputs += module._parameters.values()
+                path = f"{path}." if path else ""
+                for name, x in module._parameters.items():
+                    if x is not None and x.requires_grad:
+                        inputs.append(x)
+                    elif x is not None:
+                        self._note(path + name, None, x)
                 for name, x in module._buffers.items():
+                    slots.append((module._buffers, name))
                     if x is not None:
-                        self._note(f"{path}.{name}" if path else name, module, x)
+                        self._note(path + name, module, x)
+                for name, x in module.__dict__.items():
+                    if isinstance(x, Tensor):
+                        self._note(path + name, None, x)
+                    if isinstance(x, Tensor) or x is None:
+                        slots.append((module.__dict__, name))
+        self._slots, self._contents = slots, contents(slots)
         self._hooks: list[tuple[Tensor, int]] = []
-        self._inputs = [x for x in inputs if x is not None] if torch.is_grad_enabled() else []
+        self._inputs = inputs if torch.is_grad_enabled() else []
 
     def _note(self, name: str, module: nn.Module | None, x: Tensor) -> None:
-        if x.is_inference() or x.layout is not torch.strided or x.is_nested:
+        if x.is_inference() or x.layout is not torch.strided or x.is_nested or x.requires_grad:
             return
         copied = module is not None and module.training and x.numel() <= _COPIED
-        self._before.append((name, module, x, x._version, x.clone() if copied else None))
+        self._before.append(_Tensor(name, module, x, _version(x), x.clone() if copied else None))
 
     def __enter__(self) -> None:
         return
 
     def __exit__(self, kind: object, *exception: object) -> None:
-        changed = [row for row in self._before if row[2]._version != row[3] or _differs(row[2], row[4])]
+        changed = [x for x in self._before if x.is_changed()]
         if not torch.is_grad_enabled():  # no backward pass follows: f may fill its caches, but not count statistics
-            changed = [row for row in changed if isinstance(row[1], tuple(_NORMALISING))]
+            changed = [x for x in changed if isinstance(x.module, tuple(_NORMALISING))]
         with torch.no_grad():
-            for _, _, buffer, _, copy in changed:
-                if copy is not None:
-                    buffer.copy_(copy)
+            for x in changed:
+                if x.copy is not None:
+                    x.value.copy_(x.copy)
         if kind is not None:
             return
-        for _, module, *_ in changed:
+        for x in changed:
             for family, name in _NORMALISING.items():
-                if isinstance(module, family):
+                if isinstance(x.module, family):
                     raise RuntimeError(f"f contains {name} in training mode, whose running statistics {STATEFUL}")
         if changed:
-            raise RuntimeError(f"f changes its buffers {', '.join(name for name, *_ in changed)}, which {STATEFUL}")
+            why = OBSERVING if any(hasattr(x.module, "observer_enabled") for x in changed) else STATEFUL
+            lost = [x.name for x in changed if x.copy is None]
+            not_restored = f" (not restored: {', '.join(lost)})" if lost else ""
+            raise RuntimeError(f"f changes {', '.join(x.name for x in changed)}, which {why}{not_restored}")
         self._hooks = [(x, len(x._backward_hooks or ())) for x in self._inputs]
+
+    def without_grad(self) -> list[Tensor]:
+        """Tensors that f can get at and that needed no gradient."""
+        return [x.value for x in self._before]
 
     def hooked(self) -> list[Tensor]:
         """Tensors on which evaluations after the first have registered hooks."""
         return [x for x, count in self._hooks if len(x._backward_hooks or ()) > count]
+
+    def used(self) -> list[Slot]:
+        """Where evaluations have put tensors."""
+        rows = zip(self._slots, self._contents, contents(self._slots), strict=True)
+        return [slot for slot, before, now in rows if before is not now]
+
+
+def contents(slots: list[Slot]) -> list[Any]:
+    return [holder.get(name) if isinstance(holder, dict) else holder.cell_contents for holder, name in slots]
+
+
+def put_back(slots: list[Slot], values: list[Any]) -> None:
+    for (holder, name), value in zip(slots, values, strict=True):
+        if isinstance(holder, dict):
+            holder[name] = value
+        else:
+            holder.cell_contents = value
+
+
+def _version(x: Tensor) -> tuple[int, int]:
+    """A frozen parameter may also get other memory (x.data = ...), which autograd does not count."""
+    return x._version, x.data_ptr() if type(x) is nn.Parameter else 0
 
 
 def _differs(x: Tensor, copy: Tensor | None) -> bool:
@@ -105,12 +172,19 @@ def fill_caches(modules: list[nn.Module]) -> None:
                     getattr(module, name)
 
 
-def refuse_tolerance(modules: list[nn.Module]) -> None:
-    """Of a solve with a `tol`."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded = getattr(fsdp, "FSDPModule", ())
-    found = any(isinstance(module, sharded) for outermost in modules for module in outermost.modules())
-    if found and torch.distributed.get_world_size() > 1:
+def refuse_sharded(modules: list[nn.Module], has_tolerance: bool) -> None:
+    """Modules that need all processes for every evaluation, with a `tol`, and those whose parameters come and go."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    found = [module for outermost in modules for module in outermost.modules()]
+    if any(isinstance(module, getattr(fsdp, "FullyShardedDataParallel", ())) for module in found):
+        raise TypeError(
+            "f contains a FullyShardedDataParallel module, whose parameters are not there when f is evaluated again: "
+            "shard f with torch.distributed.fsdp.fully_shard, or wrap the module around the solve"
+        )
+    sharded = any(isinstance(module, fsdp.FSDPModule) for module in found)
+    if has_tolerance and sharded and torch.distributed.get_world_size() > 1:
         raise ValueError(
             "tol with an f that fully_shard has sharded over several processes would not end: they would stop "
             "after different numbers of steps, and each step needs all of them. Use tol=None, or shard the "
@@ -123,21 +197,24 @@ def modules_of(f: Any) -> list[nn.Module]:
     return reachable(f)[0]
 
 
-def reachable(f: Any) -> tuple[list[nn.Module], dict[str, Tensor]]:
-    """The same, and tensors that it closes over, by name."""
+def reachable(f: Any) -> tuple[list[nn.Module], dict[str, Tensor], list[Slot]]:
+    """The same, tensors that it closes over, by name, and where they are."""
     found: list[nn.Module] = []
     tensors: dict[str, Tensor] = {}
-    for name, x in _held(f):
+    slots: list[Slot] = []
+    for name, x, slot in _held(f):
         if isinstance(x, nn.Module):
             found.append(x)
         elif isinstance(x, Tensor):
             tensors.setdefault(name, x)
-    return found, tensors
+            if slot is not None:
+                slots.append(slot)
+    return found, tensors, slots
 
 
 def is_compiled(f: Any) -> bool:
     """Whether f, or a part of it, is compiled."""
-    for _, x in _held(f):
+    for _, x, _ in _held(f):
         if hasattr(x, "_torchdynamo_orig_callable"):
             return True
         if isinstance(x, nn.Module) and any(map(is_compiled_module, x.modules())):
@@ -145,50 +222,50 @@ def is_compiled(f: Any) -> bool:
     return False
 
 
-def _held(f: Any) -> Iterator[tuple[str, Any]]:
-    """f, and what it can get at, by name. Modules are not looked into."""
+def _held(f: Any) -> Iterator[tuple[str, Any, Slot | None]]:
+    """f, and what it can get at, by name, with where f could put another. Modules are not looked into."""
     seen: set[int] = set()
-    left = collections.deque([("f", f)])  # what is near comes first
+    left: collections.deque[tuple[str, Any, Slot | None]] = collections.deque([("f", f, None)])  # what is near is first
     while left and len(seen) < _VISITED:
-        name, x = left.popleft()
+        name, x, slot = left.popleft()
         if id(x) in seen:
             continue
         seen.add(id(x))
-        yield name, x
+        yield name, x, slot
         if not isinstance(x, (nn.Module, Tensor)):
             left += _held_by(name, x)
 
 
-def _held_by(of: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """What a callable or a container holds that may lead to a module, by name. An object may answer to any name, or
-    raise any error."""
+def _held_by(of: str, x: Any) -> Iterator[tuple[str, Any, Slot | None]]:
+    """What a callable or a container holds that may lead to a module. An object may answer to any name, or raise any
+    error."""
     compiled = _attribute(x, "_torchdynamo_orig_callable")
     if callable(compiled):
-        yield of, compiled
+        yield of, compiled, None
     elif isinstance(x, types.FunctionType):
         if (x.__module__ or "").split(".")[0] == "torch":  # exec may have made a function without one
             return
         for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
             try:
-                yield name, cell.cell_contents
+                yield name, cell.cell_contents, (cell, name)
             except ValueError:  # not assigned yet
                 continue
         for name in x.__code__.co_names:
             value = x.__globals__.get(name)
-            if isinstance(value, (nn.Module, list, tuple, dict, types.FunctionType, functools.partial)):
-                yield name, value
+            if isinstance(value, (nn.Module, Tensor, list, tuple, dict, types.FunctionType, functools.partial)):
+                yield name, value, (x.__globals__, name)
     elif isinstance(x, types.MethodType):
-        yield from ((of, x.__self__), (of, x.__func__))
+        yield from ((of, x.__self__, None), (of, x.__func__, None))
     elif isinstance(x, functools.partial):
-        yield from ((of, y) for y in (x.func, *x.args, *x.keywords.values()))
+        yield from ((of, y, None) for y in (x.func, *x.args, *x.keywords.values()))
     elif isinstance(x, dict):
-        yield from ((f"{of}[{key!r}]", y) for key, y in itertools.islice(x.items(), _VISITED))
+        yield from ((f"{of}[{key!r}]", y, (x, key)) for key, y in itertools.islice(x.items(), _VISITED))
     elif isinstance(x, (list, tuple)):
-        yield from ((f"{of}[{i}]", y) for i, y in enumerate(x[:_VISITED]))
+        yield from ((f"{of}[{i}]", y, None) for i, y in enumerate(x[:_VISITED]))
     elif not isinstance(x, (type, types.BuiltinFunctionType, types.ModuleType)):
         held = _attribute(x, "__dict__")
         if isinstance(held, dict):
-            yield from ((f"{of}.{name}", y) for name, y in list(held.items()))
+            yield from ((f"{of}.{name}", y, (held, name)) for name, y in list(held.items()))
 
 
 def _attribute(x: Any, name: str) -> Any:

@@ -360,12 +360,8 @@ class Run:
     def _tune(self, inputs: Tensor) -> None:
         """All processes use the coefficients that the first one finds."""
         self.model.eval()  # so that running statistics do not change
-        if self.processes.first:
-            with torch.autocast(self.processes.device.type, **autocast(self.training.autocast)):
-                tune_layers(self.model, inputs, schedule=self.training.tune == "schedule")
-        for layer in self.model.modules():
-            if isinstance(layer, RevDEQ):
-                layer.use(*self.processes.all_of((layer.beta, layer.gamma, layer.schedule))[0])
+        with torch.autocast(self.processes.device.type, **autocast(self.training.autocast)):
+            tune_layers(self.model, inputs, schedule=self.training.tune == "schedule")
         self.model.train()
         if self.progress is not None and self.processes.first:
             found = ", ".join(f"{name} {_rounded(value)}" for name, value in coefficients(self.model).items())

@@ -1,4 +1,5 @@
-"""Two processes, each with half of the batch, compute the gradient of one process with all of it."""
+"""Two processes, each with half of the batch, compute the gradient of one process with all of it, and share what they
+have found."""
 
 import copy
 import importlib
@@ -117,7 +118,56 @@ def check_tensor_parallel_modules_inside_f(rank):
         agree(ours, gradients(whole))
 
 
-def work(rank, port):
+def check_fsdp1_inside_f_is_refused(rank):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    f = FullyShardedDataParallel(nn.Linear(6, 6), device_id=torch.device("cpu"))
+    with pytest.raises(TypeError, match="f contains a FullyShardedDataParallel.*fully_shard"):
+        revdeq.solve(f, torch.zeros(2, 6))
+
+
+def pair(model):
+    options = model.deq.options
+    return options["beta"], options["gamma"]
+
+
+def check_coefficients_are_the_same_everywhere(rank):
+    """Those of the first process, whatever each has found, as for all buffers."""
+    model = Model()
+    if rank == 0:
+        model.deq.use(0.75, 1.25)
+    parallel = DistributedDataParallel(model)
+    assert pair(model) == (0.75, 1.25)
+    alone = revdeq.tune(model.deq.f, torch.zeros(4, 6), share(rank), max_steps=8)
+    found, used = [None, None], [None, None]
+    dist.all_gather_object(found, (alone.beta, alone.gamma))
+    model.deq.tune(share(rank))
+    dist.all_gather_object(used, pair(model))
+    assert found[0] != found[1] and used == [found[0]] * 2
+    parallel(share(rank), True).square().mean().backward()
+    assert pair(model) == found[0]
+
+
+def check_coefficients_are_loaded(rank, folder):
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    for shard in (lambda model: model, fully_shard):
+        old, new, third = shard(Model()), shard(Model()), shard(Model())
+        whole = Model()
+        for model in (old, whole):
+            model.deq.use(0.75, 1.25)
+        path = os.path.join(folder, shard.__name__.strip("<>"))
+        checkpoint.save({"model": old.state_dict()}, checkpoint_id=path)
+        checkpoint.load({"model": new.state_dict()}, checkpoint_id=path)
+        assert pair(new) == (0.75, 1.25)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(third, whole.state_dict() if rank == 0 else {}, options=options)
+        assert pair(third) == (0.75, 1.25)
+
+
+def work(rank, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
@@ -126,14 +176,17 @@ def work(rank, port):
         check_gradient_accumulation(rank)
         check_fsdp(rank)
         check_tensor_parallel_modules_inside_f(rank)
+        check_fsdp1_inside_f_is_refused(rank)
+        check_coefficients_are_the_same_everywhere(rank)
+        check_coefficients_are_loaded(rank, folder)
     finally:
         dist.destroy_process_group()
     os._exit(0)  # torch's device meshes keep the group, and its threads can abort a process that ends by itself
 
 
-def test_ddp_fsdp_and_tensor_parallel_modules_with_two_processes():
+def test_ddp_fsdp_and_tensor_parallel_modules_with_two_processes(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # pytest's own name for this module is one that other processes find in the repository's folder only
-    mp.spawn(importlib.import_module("test_distributed").work, (port,), nprocs=2)
+    mp.spawn(importlib.import_module("test_distributed").work, (port, str(tmp_path)), nprocs=2)

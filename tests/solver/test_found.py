@@ -1,6 +1,10 @@
 """Programs that were tried, and what they met."""
 
 import copy
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -52,6 +56,87 @@ def test_objects_in_closures_that_raise_when_looked_into(name):
         return torch.tanh(0.3 * linear(z))
 
     revdeq.solve(f, torch.zeros(3, 4), check="raise").z.sum().backward()
+
+
+class Counting(nn.Module):
+    """Keeps a running mean, in one way or another."""
+
+    def __init__(self, change, size=4):
+        super().__init__()
+        self.linear, self.change = nn.Linear(4, 4), change
+        self.plain, self.frozen = torch.zeros(size), nn.Parameter(torch.zeros(size), requires_grad=False)
+        self.register_buffer("buffer", torch.zeros(size))
+
+    def forward(self, z):
+        with torch.no_grad():
+            self.change(self, z.mean())
+        return torch.tanh(0.3 * self.linear(z))
+
+
+def replace(name):
+    return lambda module, mean: setattr(module, name, 0.9 * getattr(module, name) + 0.1 * mean)
+
+
+def change_data(name):
+    return lambda module, mean: setattr(getattr(module, name), "data", getattr(module, name) + mean)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("buffer", lambda module, mean: module.buffer.lerp_(mean, 0.1)),
+        ("buffer", change_data("buffer")),
+        ("frozen", lambda module, mean: module.frozen.lerp_(mean, 0.1)),
+        ("frozen", change_data("frozen")),
+        ("plain", lambda module, mean: module.plain.lerp_(mean, 0.1)),
+    ],
+    ids=["buffer", "data of a buffer", "frozen parameter", "data of a frozen parameter", "attribute, in place"],
+)
+def test_statistics_that_f_keeps_are_refused(name, change):
+    f = Counting(change)
+    for called in (f, lambda z: f(z)):
+        with pytest.raises(RuntimeError, match=f"f changes {name}, .*in the backward pass too"):
+            revdeq.solve(called, torch.ones(3, 4))
+    assert f.buffer.eq(0).all()
+    with torch.no_grad():
+        revdeq.solve(f, torch.ones(3, 4))
+
+
+def test_a_large_buffer_that_is_refused_is_said_to_have_changed():
+    f = Counting(lambda module, mean: module.buffer.add_(mean), size=1 << 17)
+    with pytest.raises(RuntimeError, match="f changes buffer.*not restored: buffer"):
+        revdeq.solve(f, torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("name", ["plain", "buffer"])
+def test_what_f_puts_elsewhere_moves_in_the_forward_pass_only(name):
+    """In an attribute, in a closure or in a global variable: it may be a feature, or statistics."""
+    global count
+    module, count, enclosed = Counting(replace(name)), torch.zeros(()), torch.zeros(())
+
+    def f(z):
+        global count
+        nonlocal enclosed
+        count, enclosed = count + 1, enclosed + 1
+        return module(z)
+
+    z = revdeq.solve(f, torch.ones(3, 4), max_steps=3, check="raise").z
+    before = count, enclosed, getattr(module, name)
+    assert count == enclosed == 6 and before[2].ne(0).all()
+    z.sum().backward()
+    assert all(x is y for x, y in zip((count, enclosed, getattr(module, name)), before, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:Please use quant_min")
+def test_an_observer_is_told_what_stops_it():
+    quantization = torch.ao.quantization
+    f = nn.Sequential(nn.Linear(4, 4), quantization.FakeQuantize(), nn.Tanh())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="disable_observer"):
+            revdeq.solve(f, torch.ones(3, 4))
+        f.eval()
+    f.apply(quantization.disable_observer)
+    revdeq.solve(f, torch.ones(3, 4))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:The PyTorch API of MaskedTensors")
@@ -161,3 +246,98 @@ def test_an_attribute_of_an_argument_stays():
         x.mask = torch.ones(4)
         revdeq.solve(lambda z, x: seen.append(hasattr(x, "mask")) or 0.5 * z + x, torch.zeros(3, 4), x)
     assert all(seen)
+
+
+def test_averages_of_models_have_the_coefficients_that_were_found():
+    """Averaged by torch, or by hand from a state."""
+    deq = revdeq.RevDEQ(nn.Linear(4, 4))
+    average, by_hand = torch.optim.swa_utils.AveragedModel(deq), copy.deepcopy(deq)
+    for pair in ((0.75, 1.25), (0.5, 0.75)):
+        deq.use(*pair)
+        average.update_parameters(deq)
+        with torch.no_grad():
+            for mine, its in zip(by_hand.state_dict().values(), deq.state_dict().values(), strict=True):
+                mine.copy_(its)
+        for other in (average.module, by_hand):
+            assert (other.options["beta"], other.options["gamma"]) == pair
+
+
+@pytest.mark.parametrize("gradient", ["exact", "implicit"])
+def test_parameters_thawed_or_frozen_before_the_backward_pass(gradient):
+    """The gradient is that of the forward pass. torch gives none to a parameter that is frozen when it arrives."""
+    f, grads = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4)), []
+    with torch.no_grad():
+        f[0].weight.mul_(0.3)
+    for change in (False, True):
+        f.zero_grad()
+        f.requires_grad_()
+        f[0].requires_grad_(False)
+        z = revdeq.solve(f, torch.ones(3, 4), gradient=gradient, max_steps=40, check="raise").z
+        if change:
+            f[0].requires_grad_(), f[3].requires_grad_(False)
+        z.sum().backward()
+        assert f[0].weight.requires_grad is change and f[0].weight.grad is None
+        grads.append(f[2].weight.grad)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("gradient", ["exact", "implicit"])
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double])
+def test_a_module_that_is_converted_before_the_backward_pass_is_named(gradient, convert):
+    f = nn.Linear(4, 4)
+    with torch.no_grad():
+        f.weight.mul_(0.3)
+    z = revdeq.solve(f, torch.ones(3, 4), gradient=gradient, max_steps=40).z
+    convert(f)
+    with pytest.raises(RuntimeError, match=r"was changed between .*\.half\(\).*after the backward pass"):
+        z.sum().backward()
+
+
+def test_f_that_changes_an_argument_that_needs_a_gradient_is_refused():
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"f changed args\[0\] in place.*clone"):
+        revdeq.solve(lambda z, x: 0.5 * z + x.mul_(0.5), torch.zeros(3, 4), 2 * x)
+
+
+def test_threads_of_fs_own():
+    grads = []
+    with ThreadPoolExecutor(2) as pool:
+        for map_ in (map, pool.map):
+            linear = nn.Linear(4, 4, dtype=torch.float64)
+            nn.init.eye_(linear.weight), nn.init.ones_(linear.bias)
+            f = lambda z: torch.cat(list(map_(lambda x: torch.tanh(0.3 * linear(x)), z.chunk(2))))  # noqa: B023, E731
+            z = revdeq.solve(f, torch.ones(4, 4, dtype=torch.float64), max_steps=4, check="raise").z
+            grads.append(torch.autograd.grad(z.sum(), linear.weight)[0])
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("tol", [None, 1e-6])
+def test_states_whose_squares_are_no_numbers_are_named(tol):
+    for size in (1e155, 1e300):
+        with pytest.raises(FloatingPointError, match="so large after step 1 .*1e154.*scale"):
+            revdeq.solve(lambda z: 0.5 * z + size, torch.zeros(3, dtype=torch.float64), tol=tol)  # noqa: B023
+
+
+def test_tracers_that_cannot_trace_a_solve_are_told_what_to_do():
+    deq = revdeq.RevDEQ(nn.Linear(4, 4))
+    for model in (deq, nn.Sequential(deq)):
+        with pytest.raises(TypeError, match=r"torch.fx.symbolic_trace.*torch.export"):
+            torch.fx.symbolic_trace(model)
+    with pytest.raises(Exception, match=r"leave out fullgraph=True.*f\.compile\(\)"):
+        torch.compile(deq, fullgraph=True, backend="eager")(torch.ones(3, 4))
+
+
+IMPORTS = """
+    import sys, torch, revdeq
+    from torch import nn
+    before = set(sys.modules)
+    f = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+    revdeq.solve(f, torch.ones(3, 4), check=None).z.sum().backward()
+    print(sorted(set(sys.modules) - before))
+"""
+
+
+def test_a_solve_imports_nothing():
+    """It may run in a signal handler, while something is being imported."""
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(IMPORTS)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -353,6 +353,32 @@ def test_dropout_on_another_device_than_z0s_is_one_mask_too(monkeypatch, home, d
     assert len(after) == 3 and all(map(torch.equal, before, after))
 
 
+@pytest.mark.parametrize("gradient", ["exact", "implicit"])
+def test_cudnn_tries_no_algorithms_in_evaluations(monkeypatch, gradient):
+    """Each thread would choose by itself. In the products it may."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    w, seen = torch.full((6,), 0.5, device=DEVICE, requires_grad=True), {"f": [], "products": []}
+
+    def note(where):
+        seen[where].append(torch.backends.cudnn.benchmark)
+
+    def f(z):
+        note("f")
+        out = w * z + 1
+        out.register_hook(lambda grad: note("products"))
+        return out
+
+    z0 = torch.zeros(6, device=DEVICE)
+    revdeq.solve(f, z0, gradient=gradient, max_steps=3).z.sum().backward()
+    for solution in revdeq.steps(f, z0, max_steps=2):
+        note("products")
+        last = solution
+    last.z.sum().backward()
+    assert not any(seen["f"]) and len(seen["f"]) == (20 if gradient == "exact" else 15)
+    assert all(seen["products"]) and len(seen["products"]) > 6
+    assert torch.backends.cudnn.benchmark
+
+
 def test_f_may_be_the_first_to_use_a_gpu(monkeypatch):
     """Of whose generator nothing is known before."""
 

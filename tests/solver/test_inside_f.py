@@ -435,7 +435,7 @@ def test_batch_norm_in_training_mode_is_refused(as_closure):
 
 def test_a_module_that_changes_its_buffers_is_refused():
     f = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), nn.Tanh())
-    with pytest.raises(RuntimeError, match=r"f changes its buffers 0\.parametrizations\.weight\.0\._u"):
+    with pytest.raises(RuntimeError, match=r"f changes 0\.parametrizations\.weight\.0\._u"):
         revdeq.solve(f, torch.zeros(4, 6))
     compare(f.eval(), torch.randn(4, 6))
 

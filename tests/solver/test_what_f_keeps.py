@@ -328,7 +328,7 @@ class Counting(nn.Module):
 
 def test_a_buffer_that_is_changed_behind_autograds_back_is_refused_and_restored():
     f = Counting()
-    with pytest.raises(RuntimeError, match="f changes its buffers codes"):
+    with pytest.raises(RuntimeError, match="f changes codes"):
         revdeq.solve(f, torch.zeros(3, 6), torch.randn(3, 6))
     assert not f.codes.any()
 
@@ -541,5 +541,5 @@ class Held:
 
 def test_buffers_of_modules_that_a_plain_object_holds_are_seen():
     held = Held()
-    with pytest.raises(RuntimeError, match="f changes its buffers codes"):
+    with pytest.raises(RuntimeError, match="f changes codes"):
         revdeq.solve(lambda z: held.net(z, 0), torch.zeros(3, 6))
