@@ -138,8 +138,8 @@ class RevDEQ(nn.Module):
     ) -> Tuning:
         """Tune the layer's beta and gamma, or its schedule, for this input by `revdeq.tune`.
 
-        The coefficients become part of the layer's `state_dict`. With torch.distributed, call it on all processes: all of
-        them get the coefficients of the first one. To tune on a single process, use `revdeq.tune` and `use`.
+        The coefficients become part of the layer's `state_dict`. With torch.distributed, call it on all processes: all
+        of them get the coefficients of the first one. To tune on a single process, use `revdeq.tune` and `use`.
 
         Args:
             x: As for a call of the layer.

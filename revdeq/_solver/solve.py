@@ -321,19 +321,7 @@ def _in_compiled_model(run: Callable[..., Any]) -> Callable[..., Any]:
         _say_once_what_is_not_compiled(f)
         return run(f, *call)
 
-    outside = untraced(saying_so)
-
-    def broken(*call: Any) -> Any:
-        torch._dynamo.graph_break(msg=GRAPH_BREAK)  # type: ignore[attr-defined]
-        return outside(*call)
-
-    return broken
-
-
-GRAPH_BREAK = (
-    "a revdeq solve breaks the graph: leave out fullgraph=True around it, and compile f itself, by f.compile() or "
-    "torch.compile(f, fullgraph=True)"
-)
+    return untraced(saying_so)
 
 
 _solve_untraced, _steps_untraced = _in_compiled_model(_solve), _in_compiled_model(_steps)

@@ -53,8 +53,6 @@ def is_traced() -> bool:
     or an exporter that is built on them."""
     if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
         return True
-    if torch.compiler.is_dynamo_compiling():
-        return False
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return proxies is not None and proxies.get_proxy_mode() is not None
 

@@ -295,7 +295,7 @@ def test_a_module_that_is_converted_before_the_backward_pass_is_named(gradient, 
 
 def test_f_that_changes_an_argument_that_needs_a_gradient_is_refused():
     x = torch.randn(3, 4, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"f changed args\[0\] in place.*clone"):
+    with pytest.raises(RuntimeError, match=r"args\[0\] in place.*clone"):
         revdeq.solve(lambda z, x: 0.5 * z + x.mul_(0.5), torch.zeros(3, 4), 2 * x)
 
 
@@ -323,8 +323,6 @@ def test_tracers_that_cannot_trace_a_solve_are_told_what_to_do():
     for model in (deq, nn.Sequential(deq)):
         with pytest.raises(TypeError, match=r"torch.fx.symbolic_trace.*torch.export"):
             torch.fx.symbolic_trace(model)
-    with pytest.raises(Exception, match=r"leave out fullgraph=True.*f\.compile\(\)"):
-        torch.compile(deq, fullgraph=True, backend="eager")(torch.ones(3, 4))
 
 
 IMPORTS = """
