@@ -95,8 +95,9 @@ class Scheme(abc.ABC):
         steps than were announced may follow."""
 
     @abc.abstractmethod
-    def check(self, half_steps: list[Any]) -> None:
-        """Raise if a state did not fit in any step, when that is known without waiting for the device."""
+    def check(self, half_steps: list[Any], in_any: int | None = None) -> None:
+        """Raise if a state did not fit in any step, when that is known without waiting for the device. in_any: the
+        number of steps, if they share an alarm."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Float64(Scheme):
     def look(self, norms: Tensor, half_steps: list[HalfStep], step: int) -> Tensor:
         return norms.cpu()
 
-    def check(self, half_steps: list[HalfStep]) -> None:
+    def check(self, half_steps: list[HalfStep], in_any: int | None = None) -> None:
         """Every float fits; what is not finite shows in the norms."""
 
 
@@ -192,17 +193,18 @@ class Integers(Scheme):
                 h.announce(self._announced(2 * i // len(half_steps), h.done, h.done))
         return values[:count].view(torch.float32).view(norms.shape)
 
-    def check(self, half_steps: list[exact.HalfStep]) -> None:
-        report(_worst([h.alarm for h in half_steps]), functools.partial(self._judge, first_step=1))
+    def check(self, half_steps: list[exact.HalfStep], in_any: int | None = None) -> None:
+        decide = functools.partial(self._judge, first_step=1, in_any=in_any)
+        report(_worst([h.alarm for h in half_steps]), decide)
 
     def _judge_start(self, bits: Tensor) -> None:
         if bits.any():
             raise self._error(int(bits.max()), "z0 does not fit the exact state", "z0", "start from finite numbers")
 
-    def _judge(self, bits: Tensor, first_step: int) -> None:
+    def _judge(self, bits: Tensor, first_step: int, in_any: int | None = None) -> None:
         for i, value in enumerate(bits.tolist()):
             if value:
-                what = f"overflow in step {first_step + i}"
+                what = f"overflow in {f'step {first_step + i}' if in_any is None else f'one of {in_any} steps'}"
                 raise self._error(value, what, "f", "try a smaller beta, or an f that contracts")
 
     def _error(self, bits: int, what: str, name: str, if_not_finite: str) -> ArithmeticError:

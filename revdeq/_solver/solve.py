@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map
 
 from ..kernels.half_step import Coefficients
+from . import captured
 from .call import Call
 from .context import undrawn, untraced
 from .deferred import settle
@@ -185,7 +186,11 @@ def solve(
 
 def _solve(*call: Any) -> Solution:
     tape, spec = _tape(*call)
-    end = tape.run()
+    if tape.options.capture:
+        f, _, args, _, kwargs, _ = call
+        end = captured.run(tape, spec, f, args, dict(kwargs or {}))
+    else:
+        end = tape.run()
     if tape.last is not None:  # implicit gradient
         last = Implicit.apply(tape, [*end.y, *end.z], *tape.last.outputs)
         end = end._replace(y=last[: len(end.y)], z=last[len(end.y) :])
@@ -241,6 +246,8 @@ def _steps(*call: Any) -> Iterator[Solution]:
                 f"{name} = {getattr(checked, name)!r} refers to the last step, which revdeq.steps does not know in "
                 f"advance: leave it out"
             )
+    if checked.capture:
+        captured.tell("revdeq.steps hands out every state: use revdeq.solve")
     tape, spec = _tape(*call)
     return (_solution(tape, spec, end) for end in tape.stepwise())
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import _device
+from ..kernels.radix import Plan
 from .call import Call
 from .compact import Whole, rows_of, size_for
 from .context import FromTheStart, OnceMore, WithoutBenchmark, untraced
@@ -87,6 +88,7 @@ class Tape:
     first: the step where the way back ends, and `end` what f read of z there, if that is not the initial state.
     last: for an implicit gradient, where f depends on anything that needs one.
     adjoint: what is known of the backward pass, once it has run.
+    plan: of recorded steps (captured.py), which of them put remainders aside.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Tape:
         self._compacts = False
         self.last: Last | None = None
         self.adjoint = Adjoint()
+        self.plan: Plan | None = None
         self.half_steps: tuple[list[Any], list[Any]] = ([], [])
         self.places = Places()
         self._home: Home | None = Home(self)  # until the forward pass has ended: from then on the graph holds it

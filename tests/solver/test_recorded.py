@@ -83,3 +83,172 @@ def test_a_first_launch_inside_of_a_recording_names_what_to_do():
         with pytest.raises(RuntimeError, match="_relax.*_kernel .* run what is recorded once before"):
             with driver.graph(Graph()):
                 training.step()
+
+
+def solved(f, x, capture, **settings):
+    """A solve and its backward pass: what it gives, on the CPU."""
+    f.zero_grad()
+    x = x.detach().to(DEVICE).requires_grad_()
+    z0 = (0.1 * x).detach().requires_grad_()
+    solution = revdeq.solve(f, z0, x, capture=capture, **settings)
+    (solution.z.square().sum() + solution.y.sum()).backward()
+    tensors = solution.z, solution.y, solution.change, x.grad, z0.grad, *(p.grad for p in f.parameters())
+    return solution.steps, [t.detach().cpu() for t in tensors if t is not None]
+
+
+@pytest.mark.parametrize("settings", [{}, {"gamma": 0.7}, {"tol": 0.3, "max_steps": 9}], ids=str)
+@pytest.mark.parametrize("state", STATES)
+def test_recorded_steps_have_the_bits_of_the_usual_ones(state, settings):
+    settings = {"state": state, "beta": 0.9, "max_steps": 3, "check": "raise", **settings}
+    with emulated():
+        torch.manual_seed(0)
+        f, inputs = Block().to(DEVICE), [torch.randn(3, 8) for _ in range(3)]
+        solved(f, inputs[0], True, **settings)  # as usual
+        solved(f, inputs[0], True, **settings)  # records
+        for x in inputs[1:]:
+            driver.launches.clear()
+            driver.replays = 0
+            steps, ours = solved(f, x, True, **settings)
+            assert driver.replays == 2 * steps
+            assert (
+                not {"_relax_kernel", "_relax_norms_kernel", "_invert_kernel", "_compare_kernel"}
+                & driver.launches.keys()
+            )
+            expected = solved(f, x, False, **settings)
+            assert steps == expected[0] and all(map(torch.equal, ours, expected[1]))
+        driver.synchronize(DEVICE)
+        deferred.settle()
+
+
+@pytest.fixture(scope="class")
+def emulator():
+    with emulated():
+        yield
+
+
+@pytest.mark.usefixtures("emulator")
+class TestRecordedSteps:
+    def test_put_remainders_aside(self):
+        settings = {"state": "exact", "beta": 63 / 64, "max_steps": 7, "check": "raise"}
+        torch.manual_seed(0)
+        f, x = Block().to(DEVICE), torch.randn(2, 8)
+        for _ in range(3):
+            driver.replays = 0
+            ours = solved(f, x, True, **settings)
+        assert driver.replays == 14
+        assert all(map(torch.equal, ours[1], solved(f, x, False, **settings)[1]))
+
+    def test_solves_may_follow_each_other_in_any_order(self):
+        """Two forward passes and then two backward passes, of which one is taken twice. Autograd adds up the gradients
+        of all evaluations of both solves one by one, and those of recorded solves once for each: roundings differ."""
+        torch.manual_seed(0)
+        f, x = Block().to(DEVICE), [torch.randn(2, 8).to(DEVICE).requires_grad_() for _ in range(2)]
+
+        def gradients(capture):
+            z = [revdeq.solve(f, torch.zeros_like(a), a, max_steps=2, capture=capture).z for a in x]
+            twice = torch.autograd.grad(z[0].sum(), [x[0], f.linear.weight], retain_graph=True)
+            both = torch.autograd.grad(z[0].sum() + (2 * z[1]).sum(), [*x, f.linear.weight])
+            return [g.cpu() for g in (*twice, *both)]
+
+        for _ in range(2):
+            gradients(True)
+        driver.replays = 0
+        *ours, of_both = gradients(True)
+        assert driver.replays == 2 * 2 + 3 * 2
+        *expected, of_both_as_usual = gradients(False)
+        assert all(map(torch.equal, ours, expected))
+        assert (of_both - of_both_as_usual).norm() <= 8 * torch.finfo(torch.float32).eps * of_both.norm()
+
+    def test_without_a_gradient(self):
+        f, x = Block().to(DEVICE), torch.randn(2, 8).to(DEVICE)
+        with torch.no_grad():
+            results = [revdeq.solve(f, torch.zeros_like(x), x, max_steps=n, capture=True) for n in (2, 3, 5)]
+            expected = revdeq.solve(f, torch.zeros_like(x), x, max_steps=5)
+        assert driver.replays == 3 + 5
+        assert torch.equal(results[-1].z.cpu(), expected.z.cpu()) and not results[-1].z.requires_grad
+
+    def test_a_verdict_is_told(self):
+        """The float64 state cannot undo these steps."""
+        f, x = Block().to(DEVICE), torch.randn(2, 8)
+        with pytest.warns(revdeq.ReconstructionWarning, match="failed to reconstruct z0"):
+            for _ in range(3):
+                monitor._already_warned.clear()
+                deferred._pending.clear()
+                solved(f, x, True, state="float64", beta=1 - 1e-6, max_steps=3)
+            driver.synchronize(DEVICE)
+            deferred.settle()
+
+    def test_so_is_an_overflow(self):
+        f, x = Block().to(DEVICE), torch.ones(2, 8)
+        for size in (1, 1, 500):
+            solved(f, size * x, True, state="exact", max_steps=2)
+        driver.synchronize(DEVICE)
+        with pytest.raises(
+            OverflowError, match=r"overflow in one of 2 steps: f reached 500.*Exact\(fraction_bits=21\)"
+        ):
+            deferred.settle()
+
+    def test_other_weights_are_read_and_weights_elsewhere_are_recorded_anew(self):
+        f, x = Block().to(DEVICE), torch.randn(2, 8)
+        for _ in range(2):
+            solved(f, x, True, max_steps=2)
+        with torch.no_grad():
+            f.linear.weight.mul_(0.5)
+        assert all(map(torch.equal, solved(f, x, True, max_steps=2)[1], solved(f, x, False, max_steps=2)[1]))
+        f.linear.weight = nn.Parameter(0.3 * f.linear.weight.detach())
+        for _ in range(3):
+            driver.replays = 0
+            ours = solved(f, x, True, max_steps=2)
+        assert driver.replays == 4
+        assert all(map(torch.equal, ours[1], solved(f, x, False, max_steps=2)[1]))
+
+    @pytest.mark.parametrize(
+        "settings", [{"keep": 1}, {"aux": True}, {"indexed": True}, {"backward_steps": 1}], ids=str
+    )
+    def test_an_option_that_is_not_recorded_is_named(self, settings):
+        (name,) = settings
+
+        class WithAux(Block):
+            def forward(self, z, x, evaluation=0):
+                out = super().forward(z, x)
+                return (out, out.sum()) if name == "aux" else out
+
+        with pytest.warns(RuntimeWarning, match=f"runs as usual, because {name} = .*: leave it out"):
+            solved(WithAux().to(DEVICE), torch.randn(2, 8), True, max_steps=2, **settings)
+
+    def test_what_cannot_be_recorded_is_told_once_and_runs_as_usual(self, recwarn):
+        x = torch.randn(2, 8)
+
+        def told(f, times=1):
+            recwarn.clear()
+            driver.replays = 0
+            expected = solved(f, x, False, max_steps=2)[1]
+            for _ in range(times):
+                assert all(map(torch.equal, solved(f, x, True, max_steps=2)[1], expected))
+            assert driver.replays == 0
+            (warning,) = recwarn
+            return str(warning.message)
+
+        class Looks(Block):
+            def forward(self, z, x):
+                return super().forward(z, x) * (1 if x.sum() > 1e9 else 0.5)
+
+        class Outside(Block):
+            def forward(self, z, x):
+                return super().forward(z, x) + outside
+
+        outside = torch.ones(8, device=DEVICE, requires_grad=True)
+        assert "f cannot be recorded (RuntimeError: to wait for" in told(Looks().to(DEVICE), times=3)
+        assert "neither an argument nor a parameter of f: pass it" in told(Outside().to(DEVICE), times=3)
+        hooked = Block().to(DEVICE)
+        hooked.linear.register_forward_hook(lambda *args: None)
+        assert "f has hooks" in told(hooked)
+        driver.manual_seed_all(0)
+        recwarn.clear()
+        solved(Block(0.5).to(DEVICE), x, True, max_steps=2)
+        assert "f draws random numbers" in str(recwarn[0].message)
+
+
+def test_on_the_cpu_it_says_so():
+    with pytest.warns(RuntimeWarning, match="z0 is on cpu, which records no graphs: move"):
+        revdeq.RevDEQ(Block(), max_steps=2, capture=True)(torch.randn(2, 8))
