@@ -1,4 +1,4 @@
-"""What f's result depends on beside its inputs: the settings it runs under and the random draw it sees."""
+"""The context of f: torch's settings and the random numbers that it draws."""
 
 import contextlib
 import os
@@ -18,13 +18,13 @@ _cudnn: Any = torch.backends.cudnn
 _mkldnn: Any = torch.backends.mkldnn
 
 PATIENCE = 300
-"""Seconds that a solve waits for its turn to draw. One evaluation of f takes less, unless it waits for this solve."""
+"""Timeout for the generator lock, in seconds. An evaluation of f takes less, unless it waits for this solve."""
 
 ATTEMPTS = 50
-"""How often an evaluation is repeated because another thread drew at the same time."""
+"""How often an evaluation is repeated because another thread used the generators at the same time."""
 
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""A function that reads a setting and one that writes it."""
+"""The getter and the setter of a setting."""
 
 
 def _attribute(module: Any, name: str) -> Setting:
@@ -32,7 +32,7 @@ def _attribute(module: Any, name: str) -> Setting:
 
 
 def _legacy(read: Callable[[], Any], write: Callable[[Any], Any]) -> Setting:
-    """One that cannot be read, or has no value, where the settings that replace it were used: None, and left alone."""
+    """A deprecated setting cannot be read if its replacements were used: None, and it is not written."""
 
     def value() -> Any:
         try:
@@ -44,7 +44,7 @@ def _legacy(read: Callable[[], Any], write: Callable[[Any], Any]) -> Setting:
 
 
 def _float32_precision(*modules: Any) -> list[Setting]:
-    """Of matrix products, convolutions and recurrent layers. A setting comes before those that follow it."""
+    """Precision settings of matrix products, convolutions and recurrent layers, general ones first."""
     return [_attribute(module, "fp32_precision") for module in modules]
 
 
@@ -73,15 +73,15 @@ def _read(settings: list[Setting]) -> list[Any]:
 
 
 def _write(settings: list[Setting], values: list[Any]) -> None:
-    """In order, and only what is not so yet: one setting may have changed others."""
+    """Write settings in order, and only those that differ, since one setting may change others."""
     for (read, write), value in zip(settings, values, strict=True):
         if read() != value:
             write(value)
 
 
 class Settings:
-    """Autocast, the default device and torch's global settings, as they are now, to be restored in the backward pass:
-    it may run outside of a context, and on a GPU it runs in another thread."""
+    """The current autocast, default device and global settings of torch, to restore in the backward pass, which may run
+    outside of their context, and on a GPU runs in another thread."""
 
     def __init__(self, device: torch.device) -> None:
         in_use = device.type != "cpu" or _device.used_gpus()
@@ -107,7 +107,7 @@ class Settings:
             yield
 
     def as_they_are_not_now(self) -> "Settings | None":
-        """These, if any of them is another one now."""
+        """These settings, or None if they are the current ones."""
         same = (
             _read(self._settings) == self._values
             and _default_device() == self._default_device
@@ -142,7 +142,7 @@ def autocast_as(wanted: list[dict[str, Any]]) -> Iterator[None]:
 
 
 def _default_device() -> torch.device:
-    return torch.empty(0).device  # torch.get_default_device() knew nothing of `with torch.device(...)` in torch 2.6
+    return torch.empty(0).device  # includes `with torch.device(...)`
 
 
 def _autocast(device_type: str) -> dict[str, Any]:
@@ -162,37 +162,37 @@ ANOTHER_THREAD = (
 
 
 class OnceMore(Exception):
-    """An evaluation is to be repeated: another thread drew at the same time."""
+    """The evaluation must be repeated: another thread used the generators at the same time."""
 
 
 class FromTheStart(OnceMore):
-    """And so is the solve: it was the first evaluation that another thread drew beside."""
+    """The whole solve must be repeated, because that was its first evaluation."""
 
 
 class Draw:
-    """One random draw, seen by every evaluation of f in a solve and in its backward pass.
+    """Replays the random numbers of the first evaluation of f in all evaluations of a solve and its backward pass.
 
-    Called with f and its arguments, it calls f. A first evaluation that leaves the generators as they were draws
-    nothing, and the others pay nothing. Those of an f that draws begin where the first one did, and leave the
-    generators as they find them.
+    Called with f and its arguments, it calls f. If the first evaluation does not advance the generators, f draws
+    nothing, and the others cost nothing. Otherwise every evaluation starts from the generator states of the first one,
+    and restores the generators afterwards.
 
-    All threads share the default generators. Of solves, one thread at a time has its turn to draw. A thread that does
-    not solve may draw at any time. Where any live, it is not known whether it was f that moved the generators: the
-    second evaluation is watched, to see whether f draws at all. And one that leaves the generators elsewhere than the
-    one before is repeated until two in succession agree.
+    All threads share the default generators. A lock lets one solve at a time draw, but a thread that does not solve may
+    draw at any time. If there are other threads, it is unclear whether f advanced the generators: the second evaluation
+    is watched for operations that draw, and an evaluation after which the generators differ from the one before is
+    repeated until two in succession agree.
     """
 
-    turn: ClassVar = threading.Lock()  # as a context manager it is C, which Ctrl-C does not interrupt halfway
-    _turns: ClassVar = 0  # that were taken
+    turn: ClassVar = threading.Lock()  # acquired in C, so that Ctrl-C cannot interrupt it halfway
+    _turns: ClassVar = 0  # counts acquisitions
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.draws: bool | None = None  # not known before the first evaluation
+        self.draws: bool | None = None  # unknown before the first evaluation
         self._start: list[Tensor] = []
-        self._end: list[Tensor] = []  # where the last evaluation that counts left the generators
-        self._tried: list[Tensor] | None = None  # and one that does not
+        self._end: list[Tensor] = []  # the generators after the last accepted evaluation
+        self._tried: list[Tensor] | None = None  # and after the last rejected one
         self._attempts, self._is_in_doubt, self._was_beside_a_turn = 0, False, False
-        # A solve within an f that draws has its turn, also when its backward pass has another thread.
+        # A solve inside an f that holds the lock shares it, even if its backward pass runs in another thread.
         self._has_turn = _draws_already()
 
     def __call__(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -203,8 +203,8 @@ class Draw:
             return (self._first if self.draws is None else self._again)(f, *args, **kwargs)
 
     def _beside_others(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """First evaluations in several threads may wait for each other (with a barrier, a collective). One beside
-        a thread that has its turn is repeated: that thread has moved the generators back and forth."""
+        """The first evaluation runs without the lock, because several threads may wait for each other (at a barrier, in
+        a collective). If another thread held the lock meanwhile, and so changed the generators, it is repeated."""
         turns, is_taken = self._turns, self.turn.locked()
         result = self._first(f, *args, **kwargs)
         if not self._has_turn and (is_taken or self._turns > turns):
@@ -225,14 +225,14 @@ class Draw:
         return result
 
     def _again(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found: list[Tensor] = []  # where the generators were, once they are rewound
+        found: list[Tensor] = []  # the generators before they are rewound
 
         def rewind() -> None:
             found[:] = _device.generator_states(self._device)
             _device.set_generator_states(self._device, self._start)
 
         watch = None
-        if self._is_in_doubt and not is_compiled(f):  # under a mode, f would not be what was compiled
+        if self._is_in_doubt and not is_compiled(f):  # under a dispatch mode, f would be compiled again
             watch = _Watch(rewind)
         else:
             rewind()
@@ -251,11 +251,11 @@ class Draw:
                 _device.set_generator_states(self._device, found)
 
     def _compare(self, end: list[Tensor]) -> None:
-        """Whether it was f alone that moved the generators."""
+        """Whether only f advanced the generators."""
         if _equal(self._end, end):
             self._tried, self._attempts = None, 0
             return
-        if self._tried is not None and _equal(self._tried, end):  # f may draw another number in every evaluation
+        if self._tried is not None and _equal(self._tried, end):  # f may draw more or fewer numbers than before
             self._end, self._tried, self._attempts = end, None, 0
             if self._is_in_doubt:
                 self._is_in_doubt = False
@@ -267,7 +267,7 @@ class Draw:
         raise OnceMore
 
     def _others_may_draw(self) -> bool:
-        """Other threads. While a graph is recorded, nothing can be compared."""
+        """Whether there are other threads. During graph capture nothing can be compared."""
         return threading.active_count() > 1 and not _device.is_capturing(self._device)
 
     @classmethod
@@ -275,16 +275,16 @@ class Draw:
         if cls.turn.locked():
             if not cls.turn.acquire(timeout=PATIENCE):
                 raise RuntimeError(
-                    f"a solve has waited {PATIENCE} s for its turn to draw random numbers, behind an evaluation of f "
-                    "in another thread that has not ended: does that f wait for a solve in a thread of its own? Call "
-                    "it in the thread of f, or let f draw nothing"
+                    f"timeout after {PATIENCE} s: an evaluation of f in another thread holds the lock on the random "
+                    "generators. Does that f wait for a solve in a thread of its own? Call the solve in the thread of "
+                    "f, or draw no random numbers in f"
                 )
             cls.turn.release()
         return cls.turn
 
     @classmethod
     def _start_anew(cls) -> None:
-        """In a process that was forked, where the thread that had its turn may not be."""
+        """In a forked process: a thread that held the lock may not exist."""
         cls.turn = threading.Lock()
 
 
@@ -296,7 +296,7 @@ _thread = threading.local()
 
 
 def _draws_already() -> bool:
-    """Whether this thread is in an evaluation that draws."""
+    """Whether this thread is inside an evaluation that holds the lock."""
     return getattr(_thread, "draws", False)
 
 
@@ -305,7 +305,7 @@ def _equal(before: list[Tensor], after: list[Tensor]) -> bool:
 
 
 class _Watch(TorchDispatchMode):
-    """Calls a function before the first operation within that draws from a default generator."""
+    """A dispatch mode that calls a function before the first operation that draws from a default generator."""
 
     supports_higher_order_operators = True
 
@@ -322,7 +322,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Attention and recurrent layers draw only if they drop out, and a generator of f's own is f's business."""
+    """Attention and recurrent layers draw only with dropout; operations with an explicit generator do not count."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     names = [argument.name for argument in func._schema.arguments]
@@ -332,8 +332,8 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def undrawn(f: Callable[..., Any]) -> Callable[..., Any]:
-    """f for a tracer, which would record another draw for every evaluation. Under TorchDynamo, that is, in a strict
-    torch.export, it cannot look at operations, but at modules."""
+    """f for a tracer, which would record different random numbers for every evaluation: raises if f draws. Under
+    TorchDynamo, in a strict torch.export, this is known from modules instead of operations."""
     if torch.compiler.is_dynamo_compiling():
         for module in f.modules() if isinstance(f, nn.Module) else ():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
@@ -349,12 +349,11 @@ def undrawn(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_draws() -> None:
     raise RuntimeError(
-        "f draws random numbers (dropout in training mode?), and a solve that is traced or exported would draw others "
-        "in every evaluation: call .eval() on the model before"
+        "f draws random numbers (dropout in training mode?), and a traced or exported solve would draw different ones "
+        "in every evaluation: call .eval() on the model first"
     )
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Not to be compiled where a compiled function calls it. Here, torch.compiler.disable would import the compiler,
-    which takes two seconds."""
+    """Like torch.compiler.disable, which would import the compiler here and take two seconds."""
     return lambda *args: torch.compiler.disable(function)(*args)

@@ -1,7 +1,7 @@
-"""The iteration of `revdeq.solve` where nothing will be differentiated: the same bits, for f that may write to caches.
+"""The iteration of `revdeq.solve` without gradients: the same bits, for an f that may write to caches.
 
-There is no graph, no way back, no random draw to repeat, and no look at what f changes, which a solve of one position
-would spend a third of its time on."""
+There is no graph, no backward pass, no replay of random numbers and no check of buffers, which would take a third of
+the time of a solve for one position."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,15 +16,15 @@ from .state import laid_out_like
 
 @torch.no_grad()
 def forward(f: Callable[[Tensor, int], Tensor], z0: Tensor, options: Options) -> Tensor:
-    """The last z of all `max_steps` steps, from y = z = z0; f is called with what it reads and the evaluation's number.
+    """The z after `max_steps` steps, from y = z = z0. f is called with its input and the index of the evaluation.
 
-    A state that is not finite is not noticed here."""
+    Infinite and NaN states are not detected here."""
     scheme = scheme_for(options, [z0])
     read = z0.clone()
     half_steps: tuple[Any, ...] = ()
     for k in range(2 * options.max_steps):
         step = scheme.at(k)
-        given = read.clone() if step.c else read  # f may change its input, and this step reads it once more
+        given = read.clone() if step.c else read  # f may modify its input, which this step needs again
         out = f(given, k)
         if not half_steps:
             like = laid_out_like([out], [z0])

@@ -1,4 +1,4 @@
-"""Private names of torch, six of them: why each is needed, and what happens where it is not there."""
+"""The private torch APIs in use: why each is needed, and the fallback without it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,8 @@ from torch.nn.utils import parametrize
 
 
 def current_pass() -> int:
-    """The number of the backward pass that is running, -1 outside of one. A solve's graph may be walked by several, and
-    one that does not begin at its end has no other sign. Without it all count as one."""
+    """The id of the running backward pass, -1 outside of one. Several passes may go through the graph of a solve, and
+    one that does not start at its end cannot be recognized otherwise. Without it, all count as one."""
     return _graph_task() if _graph_task is not None else -1
 
 
@@ -19,8 +19,8 @@ _graph_task: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_i
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward pass that is running has retain_graph=True, so that what was saved may not be changed, and f
-    may be needed once more. Without it, it counts as kept: the states are copied, and f is freed with the graph."""
+    """Whether the running backward pass has retain_graph=True, so that saved tensors must not be changed and f may be
+    needed again. Without it, True is assumed: the states are copied, and f is freed with the graph."""
     return _keep_graph() if _keep_graph is not None else True
 
 
@@ -30,14 +30,14 @@ _keep_graph: Callable[[], bool] | None = getattr(
 
 
 def is_batched(x: Tensor) -> bool:
-    """Whether x is a gradient under vmap, which no kernel can take the address of. Without it, torch refuses that."""
+    """Whether x is a batched gradient under vmap, which has no address. Without it, torch raises."""
     return _functorch is not None and (
         _functorch.is_functorch_wrapped_tensor(x) or _functorch.is_legacy_batchedtensor(x)
     )
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func is around. Without it, torch's own words are about hooks."""
+    """Whether a torch.func transform is active. Without it, torch raises a less helpful error about hooks."""
     return _functorch is not None and _functorch.peek_interpreter_stack() is not None
 
 
@@ -45,18 +45,17 @@ _functorch: Any = getattr(torch._C, "_functorch", None)
 
 
 def has_tangents() -> bool:
-    """Whether there may be tensors with forward-mode derivatives, which would be lost. Without it, torch refuses those
-    where a gradient is recorded, too."""
+    """Whether forward-mode AD is active, whose tangents would be lost. Without it, torch raises only if a gradient is
+    recorded, too."""
     return getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def caches_parametrizations() -> bool:
-    """Whether `parametrize.cached()` is around, so that a first evaluation would compute what others find. Without it,
-    that is an error on the way back, which says what to do."""
+    """Whether `parametrize.cached()` is active. Without it, the backward pass raises an error that says what to do."""
     return bool(getattr(parametrize, "_cache_enabled", 0))
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether torch.compile has made it, or its method compile() was called. Without it, the hint that f runs as it is
-    inside a compiled model is given once too often."""
+    """Whether it was compiled, by torch.compile or by its method compile(). Without it, the log may say once that a
+    compiled f is not compiled."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -1,7 +1,7 @@
 """A schedule: a pair (beta, gamma) for every half-step, found by gradient descent through the solve.
 
-K evaluations of f are a polynomial of degree K in its Jacobian, with 2 K numbers to choose. A constant pair is one
-point of that space, made for K without end; for the K of a real solve there are better ones.
+K evaluations of f are a polynomial of degree K in its Jacobian, with 2 K coefficients. A constant pair is optimal only
+for K to infinity; for the K of a real solve there are better schedules.
 """
 
 import math
@@ -18,24 +18,24 @@ from .. import _device
 from .solve import solve
 
 CLOSEST_TO_1 = 1 / 16
-"""A smaller |1 - beta| gains nothing, and costs the way back four bits and more in every half-step."""
+"""A smaller |1 - beta| gains nothing, and costs the reconstruction four bits or more per half-step."""
 
 UPDATES, RATE = 150, 0.04
-"""Of the descent, and where its rate begins to fall, along a cosine."""
+"""The number of updates, and the initial learning rate, which decays along a cosine."""
 
 SETTLED = 0.6
-"""After this share of them it goes on from the best one so far, and no beta crosses the gap around 1 any more: where it
-would like to be in it, it would go from side to side."""
+"""After this share of the updates, the descent restarts from the best schedule so far, and no beta may cross 1 any
+more: it might otherwise oscillate around the gap."""
 
 HISTORIES, REGULARISATIONS = (3, 5, 8), (1e-4, 1e-8)
-"""Settings of Anderson acceleration to compare with."""
+"""Settings of Anderson acceleration, for comparison."""
 
 Pairs = tuple[tuple[float, float], ...]
 
 
 def inside(learnt: Tensor) -> Tensor:
-    """Coefficients where they may be: beta in [.05, 1.95] and at least 1/16 from 1, gamma in [.05, 3]. Gradients pass
-    as if nothing was moved, so that beta can cross the gap around 1."""
+    """Clip the coefficients: beta to [.05, 1.95] and at least 1/16 away from 1, gamma to [.05, 3]. Gradients pass
+    straight through, so that beta can cross the gap around 1."""
     with torch.no_grad():
         beta, gamma = learnt.clamp(0.05, 3).unbind(1)
         below = torch.where(beta < 1, beta.clamp(max=1 - CLOSEST_TO_1), beta.clamp(1 + CLOSEST_TO_1, 1.95))
@@ -45,7 +45,7 @@ def inside(learnt: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """f, and the batches (z0, *args) to tune it for. All solves see the same random draw."""
+    """f, and the batches (z0, *args) to tune it for. All solves see the same random numbers."""
 
     f: Callable[..., Any]
     batches: Sequence[tuple[Any, ...]]
@@ -59,14 +59,14 @@ class Problem:
         _device.set_generator_states(self.device, self.random)
 
     def called(self, z: Any, args: Sequence[Any], evaluation: int) -> Any:
-        """f as the solver calls it, on a copy of z, which it may change in place."""
+        """f as the solver calls it, on a copy of z, which f may modify in place."""
         self.rewind()
         index = {"evaluation": evaluation} if self.indexed else {}
         out = self.f(tree_map(torch.clone, z), *args, **self.kwargs, **index)
         return out[0] if self.aux else out
 
     def solved(self, batch: int, **settings: Any) -> tuple[Tensor, int]:
-        """The logarithm of the relative residual of f after a solve, differentiable, and the evaluations it took."""
+        """The logarithm of the relative residual after a solve, differentiable, and the number of evaluations."""
         z0, *args = self.batches[batch]
         self.rewind()
         known: dict[str, Any] = {"kwargs": self.kwargs, "indexed": self.indexed, "aux": self.aux, "check": None}
@@ -74,7 +74,7 @@ class Problem:
         return log_residual(self.called(solution.z, args, solution.nfe - 1), solution.z), solution.nfe
 
     def residual(self, **settings: Any) -> tuple[float, int]:
-        """The geometric mean over the batches, infinite where a solve diverges, and the most evaluations of a solve."""
+        """The geometric mean over the batches, infinite if a solve diverges, and the largest number of evaluations."""
         logarithms, counts = [], [0]
         with torch.no_grad():
             for batch in range(len(self.batches)):
@@ -103,7 +103,7 @@ class Problem:
 
 
 def log_residual(out: Any, z: Any) -> Tensor:
-    """log(‖f(z) - z‖ / ‖z‖), infinite where it is not a number."""
+    """log(‖f(z) - z‖ / ‖z‖); infinity in place of NaN."""
     pairs = list(zip(tree_leaves(out), tree_leaves(z), strict=True))
     change = sum((new.double() - old.double()).square().sum() for new, old in pairs)
     value = sum(old.double().square().sum() for _, old in pairs)
@@ -114,8 +114,8 @@ def log_residual(out: Any, z: Any) -> Tensor:
 
 
 def descend(problem: Problem, start: Pairs, done: Callable[[], None]) -> Pairs:
-    """A schedule whose residual after its last half-step is small: the best on the way of a gradient descent from
-    another one, with one batch after the other."""
+    """Minimize the residual after the last half-step by gradient descent from a given schedule, cycling through the
+    batches. Returns the best schedule found."""
     learnt = torch.tensor(start, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.Adam([learnt], lr=RATE, betas=(0.9, 0.99))
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, UPDATES)
@@ -127,7 +127,7 @@ def descend(problem: Problem, start: Pairs, done: Callable[[], None]) -> Pairs:
             used = inside(learnt)
             try:
                 loss, _ = problem.solved(len(losses) % len(problem.batches), schedule=used, **settings)
-            except OverflowError:  # of integers, where they would be needed; the float64 state has room
+            except OverflowError:  # the exact state overflows; the float64 state does not
                 if settings["state"] == "float64":
                     break
                 settings["state"] = "float64"
@@ -156,15 +156,15 @@ def descend(problem: Problem, start: Pairs, done: Callable[[], None]) -> Pairs:
 
 
 def anderson(problem: Problem, count: int) -> list[float]:
-    """The residual of the first batch after 1, ..., `count` evaluations with Anderson acceleration, whose setting is
-    the best for the last of them."""
+    """The residual of the first batch after 1, ..., `count` evaluations with Anderson acceleration, with the setting
+    that is best after the last of them."""
     with torch.no_grad():
         tried = [_anderson(problem, count, m, lam) for m in HISTORIES for lam in REGULARISATIONS]
     return min(tried, key=lambda sizes: sizes[-1])
 
 
 def _anderson(problem: Problem, count: int, history: int, regularisation: float) -> list[float]:
-    """Every example has weights of its own, by least squares over its last residuals."""
+    """Anderson acceleration with separate weights per example, by least squares over its last residuals."""
     z, *args = problem.batches[0]
     leaves, spec = tree_flatten(z)
     rows = leaves[0].shape[0] if len({x.shape[:1] for x in leaves}) == 1 and leaves[0].dim() > 1 else 1

@@ -1,4 +1,4 @@
-"""How the solver keeps its states: in float64, the paper's scheme, or as integers, without any loss."""
+"""How the solver stores its states: in float64, as in the paper, or as integers, without loss."""
 
 import abc
 import functools
@@ -24,8 +24,8 @@ from .state import State
 class Scheme(abc.ABC):
     """How the solver stores y and z, and which kernels step them, with which coefficients.
 
-    name: "float64" or "exact". remedy: what to do when the way back is lost.
-    step: the coefficients of every half-step, after rounding, but for the first ones of a schedule.
+    name: "float64" or "exact". remedy: what to do if the reconstruction fails.
+    step: the rounded coefficients of every half-step that is not part of a schedule.
     """
 
     name: ClassVar[str]
@@ -43,11 +43,11 @@ class Scheme(abc.ABC):
 
     @property
     def resolution(self) -> float:
-        """The distance between neighbouring numbers, where it does not depend on their size."""
+        """The distance between neighbouring numbers, if it is constant."""
         return 0.0
 
     def spills(self, which: int, steps: int) -> int:
-        """How often y (0) or z (1) puts its remainders aside in so many steps: with a schedule, they differ."""
+        """How often y (0) or z (1) spills its remainders in so many steps; with a schedule the two differ."""
         return 0
 
     def at(self, k: int) -> Any:
@@ -55,49 +55,50 @@ class Scheme(abc.ABC):
         return self.schedule[k] if k < len(self.schedule) else self.step
 
     def adjoint_at(self, k: int, count: int) -> Linear:
-        """With x_k what half-step k of `count` wrote, and its adjoint kept multiplied by b_k, those of
+        """The coefficients of the adjoint of x_k, the result of half-step k of `count`, which is stored multiplied by
+        b_k:
 
             adjoint_k = a adjoint_{k+2} + b vjp_{k+1} + c adjoint_{k+1}
 
-        Nothing follows x_{count-2} by its a: an adjoint that is there before was divided by it."""
+        x_{count-2} has no successor with its a: an incoming adjoint was divided by it."""
         if k >= len(self.schedule):
             return self.step
         now, other, after = self.at(k), self.at(k + 1), self.at(k + 2 if k + 2 < count else k)
         return Coefficients(after.a * now.b / after.b, now.b, other.c * now.b / other.b)
 
     def kept_at(self, k: int, count: int) -> float:
-        """The same, of an example that half-step k + 2 does not move, in the place of a."""
+        """The coefficient that replaces a, for an example that half-step k + 2 does not move."""
         return self.at(k).b / self.at(k + 2 if k + 2 < count else k).b
 
     @abc.abstractmethod
     def start(self, initial: Sequence[Tensor], like: State) -> State:
-        """The initial state, laid out like `like`."""
+        """The initial state, with the layout of `like`."""
 
     @abc.abstractmethod
     def read(self, state: State, like: State) -> State:
-        """The state in the dtypes that f reads."""
+        """The state in the dtypes of f's input."""
 
     @abc.abstractmethod
     def carried(self, state: State, like: State) -> State:
-        """The state in which another solve ended, laid out like `like`."""
+        """The final state of another solve, with the layout of `like`."""
 
     @abc.abstractmethod
     def bind(self, which: int, state: State, copy: State, steps: int, spilled: list[State] | None = None) -> list[Any]:
-        """The half-steps of y (0) or z (1), for as many steps as are announced; with `spilled`, to undo as many."""
+        """The half-steps of y (0) or z (1) for the announced number of steps; with `spilled`, to invert as many."""
 
     @abc.abstractmethod
     def make_room(self, half_steps: list[Any]) -> None:
-        """Allocate what will be put aside in all of the steps that were announced."""
+        """Allocate the spilled remainders of the announced steps."""
 
     @abc.abstractmethod
     def look(self, norms: Tensor, half_steps: list[Any], step: int) -> Tensor:
-        """The norms, on the host, and an error if a state did not fit in this step: the device is waited for once. More
-        steps than were announced may follow."""
+        """The norms, on the host. Raises if the state overflowed in this step. Synchronizes once. More steps than
+        announced may follow."""
 
     @abc.abstractmethod
     def check(self, half_steps: list[Any], in_any: int | None = None) -> None:
-        """Raise if a state did not fit in any step, when that is known without waiting for the device. in_any: the
-        number of steps, if they share an alarm."""
+        """Raise if the state overflowed in any step, if that is known without synchronizing. in_any: the number of
+        steps, if they share an overflow flag."""
 
 
 @dataclass(frozen=True)
@@ -126,18 +127,18 @@ class Float64(Scheme):
         return [self.half_step(x, c) for x, c in zip(state, copy, strict=True)]
 
     def make_room(self, half_steps: list[HalfStep]) -> None:
-        """Nothing is put aside."""
+        """float64 has no remainders."""
 
     def look(self, norms: Tensor, half_steps: list[HalfStep], step: int) -> Tensor:
         return norms.cpu()
 
     def check(self, half_steps: list[HalfStep], in_any: int | None = None) -> None:
-        """Every float fits; what is not finite shows in the norms."""
+        """float64 does not overflow; infinity and NaN show in the norms."""
 
 
 @dataclass(frozen=True)
 class Integers(Scheme):
-    """The scheme that `Exact` asks for, with 1 - beta a fraction."""
+    """The integer state of `Exact`, with 1 - beta rounded to a fraction."""
 
     name: ClassVar[str] = "exact"
     remedy: ClassVar[str] = "The exact state loses nothing: "
@@ -161,7 +162,7 @@ class Integers(Scheme):
         return [self.half_step.decoded(x, c.dtype, self.step) for x, c in zip(state, like, strict=True)]
 
     def carried(self, state: State, like: State) -> State:
-        """With a remainder of 0, as if it began here."""
+        """With remainders of 0, as in an initial state."""
         return [torch.empty_like(c, dtype=torch.int64).copy_(x >> 32 << 32) for x, c in zip(state, like, strict=True)]
 
     def bind(self, which: int, state: State, copy: State, steps: int, spilled: list[State] | None = None) -> list[Any]:
@@ -173,7 +174,7 @@ class Integers(Scheme):
         return Plan(self._announced(which, 0, steps)).spills
 
     def _announced(self, which: int, first: int, count: int) -> list[Radix]:
-        """Of y or z, from a step on."""
+        """The coefficients of y or z, from a step on."""
         if 2 * first >= len(self.schedule):
             return [self.step] * count
         return [self.at(2 * n + which) for n in range(first, first + count)]
@@ -186,10 +187,10 @@ class Integers(Scheme):
         alarms, count = [h.alarm[step - 1 : step] for h in half_steps], norms.numel()
         values = torch.cat([norms.flatten().view(torch.int32), _worst(alarms)]).cpu()
         if step == 1:
-            settle()  # z0's own alarm has come, too
+            settle()  # also the overflow check of z0
         self._judge(values[count:], first_step=step)
         for i, h in enumerate(half_steps):  # first those of y, then those of z
-            if h.done == len(h.plan.steps):  # twice as many in all, and little for solves that end soon
+            if h.done == len(h.plan.steps):  # doubles the buffers, so that short solves need little
                 h.announce(self._announced(2 * i // len(half_steps), h.done, h.done))
         return values[:count].view(torch.float32).view(norms.shape)
 
@@ -199,7 +200,7 @@ class Integers(Scheme):
 
     def _judge_start(self, bits: Tensor) -> None:
         if bits.any():
-            raise self._error(int(bits.max()), "z0 does not fit the exact state", "z0", "start from finite numbers")
+            raise self._error(int(bits.max()), "z0 is too large for the exact state", "z0", "start from finite numbers")
 
     def _judge(self, bits: Tensor, first_step: int, in_any: int | None = None) -> None:
         for i, value in enumerate(bits.tolist()):
@@ -214,16 +215,18 @@ class Integers(Scheme):
         fraction_bits, limit = self.step.fraction_bits, 2.0 ** (31 - self.step.fraction_bits)
         if size < limit:
             return OverflowError(
-                f"{what}: the state outgrew {limit:g}, which {fraction_bits} fraction bits hold, while {name} was at "
-                f"{size:.3g}: with this beta the iteration diverges; use a smaller one (revdeq.tune finds a good one), "
+                f"{what}: the state exceeded {limit:g}, the limit with {fraction_bits} fraction bits, while {name} "
+                f"was only "
+                f"{size:.3g}: the iteration diverges with this beta; use a smaller one (revdeq.tune finds a good one), "
                 "or state=revdeq.Exact(fraction_bits=...) with fewer fraction bits"
             )
-        diverging = "; or the iteration diverges, and needs other coefficients (revdeq.tune)" if name == "f" else ""
+        diverging = "; or the iteration diverges: find other coefficients with revdeq.tune" if name == "f" else ""
         needed = 30 - max(0, math.frexp(max(size, limit))[1])
         remedy = f"use state=revdeq.Exact(fraction_bits={needed}), or " if needed >= 1 else ""
         return OverflowError(
-            f"{what}: {name} reached {size:.3g}, but {fraction_bits} fraction bits hold magnitudes below {limit:g}; "
-            f"{remedy}normalise {name}{diverging}"
+            f"{what}: {name} reached {size:.3g}, but with {fraction_bits} fraction bits magnitudes must stay below "
+            f"{limit:g}; "
+            f"{remedy}normalize {name}{diverging}"
         )
 
 
@@ -232,12 +235,11 @@ def _worst(alarms: list[Tensor]) -> Tensor:
 
 
 SAFE_BITS = 32
-"""What a float64 state can lose of its 53 bits on the way back and still give f the numbers that it had: it was exact
-in every run that lost less."""
+"""The number of its 53 bits that a float64 state may lose: every run that lost fewer was exact."""
 
 
 def scheme_for(options: Options, initial: Sequence[Tensor]) -> Scheme:
-    """The scheme that the options ask for, of an iteration that starts from these tensors."""
+    """The scheme for these options and initial tensors."""
     device = initial[0].device
     kernels.backends.say_once_what_is_missing(device, "float64")
     plan = _plan(options)
@@ -254,7 +256,8 @@ def _half_step(device: torch.device, state: str, options: Options) -> Any:
 
 
 class _Plan(NamedTuple):
-    """Coefficients for both states. With state="auto" they are the same, so that the iteration is."""
+    """The rounded coefficients. With state="auto" they are the same for both states, so that the iteration is the
+    same."""
 
     step: Coefficients
     schedule: tuple[Coefficients, ...]
@@ -274,13 +277,13 @@ def _plan(options: Options) -> _Plan:
 
 
 def rounded_coefficients(options: Options) -> tuple[Coefficients, tuple[Coefficients, ...]]:
-    """Of the iteration as it runs, and of its schedule."""
+    """The rounded pair, and the rounded schedule."""
     return _plan(options)[:2]
 
 
 def _is_safe(options: Options, plan: _Plan, initial: Sequence[Tensor]) -> bool:
-    """Whether a float64 state will do: no step is undone, or f is as fine as the state, or little is lost. And whether
-    the device has one."""
+    """Whether a float64 state is safe: no step is inverted, or f computes in float64, or few bits are lost; and whether
+    the device supports it."""
     if not _device.has_float64(initial[0].device):
         return False
     if not torch.is_grad_enabled() or options.gradient == "implicit" or any(x.dtype == torch.float64 for x in initial):
@@ -301,7 +304,7 @@ def _bits(step: Coefficients) -> float:
 
 
 def radix_of(options: Options) -> Radix | None:
-    """Of the integer state, if that is asked for, or may be used."""
+    """The radix of the integer state, if it is or may be used."""
     if options.state == "float64":
         return None
     bits = options.state.fraction_bits if isinstance(options.state, Exact) else Exact().fraction_bits
@@ -311,6 +314,6 @@ def radix_of(options: Options) -> Radix | None:
     if options.state == "auto":
         return None
     raise ValueError(
-        f"beta = {options.beta:.6g} has no usable fraction: state='exact' takes 1 - beta = p / d with d <= "
-        f"{LARGEST_DENOMINATOR}, and not 1; use beta = 0.5, 0.8 or 0.9, for example"
+        f"beta = {options.beta:.6g} has no usable fraction: state='exact' needs 1 - beta = p / d with d <= "
+        f"{LARGEST_DENOMINATOR}, and not 1; use for example beta = 0.5, 0.8 or 0.9"
     )

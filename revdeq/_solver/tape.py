@@ -1,14 +1,14 @@
-"""The reversible iteration on autograd's own graph.
+"""The reversible iteration as part of autograd's graph.
 
 Forward, from y_0 = z_0 and with a = 1 - beta, b = beta gamma and c = beta (1 - gamma) (equation 5 of the paper, where
 gamma = 1):
 
     y_{n+1} = a y_n + b f(z_n) + c z_n        z_{n+1} = a z_n + b f(y_{n+1}) + c y_{n+1}
 
-Half-step k, and evaluation k of f, move y where k is even and z where it is odd, from 0 on. Autograd records all of it,
-but for the tensors that f would save (places.py). Backward, its engine walks the graph. When it comes to the node of
-half-step k, the half-step after it is undone, f is evaluated again where evaluation k was (way_back.py), and the engine
-goes on through f by itself, to whatever f depends on.
+Half-step k, and evaluation k of f, update y if k is even and z if it is odd, starting from 0. Autograd records all of
+it, except for the tensors that f would save (places.py). In the backward pass, its engine walks the graph. At the node
+of half-step k, the half-step after it is inverted, f is evaluated again at the input of evaluation k (way_back.py), and
+the engine continues through the graph of f, to everything that f depends on.
 """
 
 import collections
@@ -38,21 +38,21 @@ from .state import State, is_batch_outermost, laid_out_like, versions_of
 from .way_back import WayBack, norm
 
 NORM_FLOOR = 1e-5
-"""Added to the norm of the state in the relative change, so that a solution of zero can be reached."""
+"""Added to the norm of the state in the relative change, which is then defined at zero."""
 
 ANNOUNCED = 32
-"""Steps that a solve with a tolerance is prepared for at first: tol may stop it long before `max_steps`."""
+"""The number of steps that a solve with a tolerance first allocates for: tol may stop it long before `max_steps`."""
 
 _ORIGIN = torch.empty(0, device="cpu", requires_grad=True)
-"""A leaf of no meaning, so that what f reads needs a gradient always."""
+"""A dummy leaf, so that the input of f always requires a gradient."""
 
 
 _NOTHING = contextlib.nullcontext()
 
 
 class Start(NamedTuple):
-    """Where an iteration starts: z and, if that is another one, y as f reads them, and the states of the solve that it
-    goes on from, if there is one."""
+    """The start of an iteration: z, and y if it differs, in the dtypes of f's input, and the states of the solve that
+    it continues, if any."""
 
     z: State
     y: State
@@ -60,7 +60,7 @@ class Start(NamedTuple):
 
 
 class End(NamedTuple):
-    """Where it ended: y and z in the dtypes that f reads, what f gave beside them, and the states themselves."""
+    """The end of an iteration: y and z in the dtypes of f's input, the auxiliary outputs, and the states."""
 
     y: State
     z: State
@@ -78,17 +78,15 @@ class Last(NamedTuple):
 
 
 class Tape:
-    """One solve: forward it steps y and z, and backward it undoes them as autograd asks.
+    """One solve: steps y and z in the forward pass, and inverts the steps in the backward pass, driven by autograd.
 
-    z0, y0: where it starts, without their graph. steps: those that were taken.
-    norms: the squared 2-norms of the last change of z and of z; with steps per example, of the last one of each, and on
-        the host.
-    ends: with steps per example, how many half-steps each takes, int32 on the device. It is the largest number as long
-        as the example moves.
-    first: the step where the way back ends, and `end` what f read of z there, if that is not the initial state.
-    last: for an implicit gradient, where f depends on anything that needs one.
-    adjoint: what is known of the backward pass, once it has run.
-    plan: of recorded steps (captured.py), which of them put remainders aside.
+    z0, y0: the initial states, without their graph. steps: the number of steps taken.
+    norms: the squared 2-norms of the last change of z and of z; with per_example, those of each example, on the host.
+    ends: with per_example, the number of half-steps of each example, int32 on the device; the maximum while it moves.
+    first: the step at which the backward pass ends, and `end` the z that f read there, if it is not the initial state.
+    last: for an implicit gradient, the last evaluation, if f depends on anything that requires a gradient.
+    adjoint: statistics of the backward pass, once it has run.
+    plan: of captured steps (captured.py), which of them spill remainders.
     """
 
     def __init__(
@@ -117,12 +115,12 @@ class Tape:
         self.plan: Plan | None = None
         self.half_steps: tuple[list[Any], list[Any]] = ([], [])
         self.places = Places()
-        self._home: Home | None = Home(self)  # until the forward pass has ended: from then on the graph holds it
+        self._home: Home | None = Home(self)  # during the forward pass; afterwards the graph refers to it
         self._needed = self._stores = self._is_stepwise = False
-        self._read: State = []  # what f reads next, as part of the graph, and what it read before
+        self._read: State = []  # the next input of f, as part of the graph, and the one before
         self._other: State = []
         self._sums: Any = None
-        self._left: State = []  # the states of steps that were taken one by one, after the last of them
+        self._left: State = []  # the states after the last of single steps
         self._kept: collections.deque[int] = collections.deque()
         self._way_back: WayBack | None = None
         self._end: Callable[[], Any] = lambda: None
@@ -131,12 +129,12 @@ class Tape:
     # Forward
 
     def run(self) -> End:
-        """All steps. Where divergence can be seen without waiting for the device, it is an error."""
+        """Run all steps. Divergence is an error if it can be seen without synchronizing."""
         self._run(look=self.options.tol is not None)
         if self.options.tol is None and _device.can_look(self.z0[0]):
             assert self.norms is not None
             if not math.isfinite(relative_change(*self.norms.tolist())):
-                self._run(look=True)  # once more, to say at which step
+                self._run(look=True)  # again, to name the step
         return self._ended()
 
     def _run(self, look: bool) -> None:
@@ -146,7 +144,8 @@ class Tape:
                 pass
 
     def stepwise(self) -> Iterator[End]:
-        """Step by step. The states stay here, so that each can be differentiated, also while others are to come."""
+        """Run step by step. The states stay here, so that each can be differentiated while later ones are still to
+        come."""
         self._is_stepwise = True
         self.begin(look=self.options.tol is not None)
         try:
@@ -162,15 +161,17 @@ class Tape:
                 versions = versions_of(*states)
                 yield End(*states, self._sums, None)
                 if versions != versions_of(*states):
-                    raise RuntimeError("z or y of a step was changed in place, and the next step reads it: clone it")
-        finally:  # from now on the graph holds it
+                    raise RuntimeError(
+                        "z or y of a step was modified in place, and the next step needs it: clone it first"
+                    )
+        finally:  # from now on the graph refers to it
             self._left, self.half_steps, self._home, self._read, self._other = _own(self), ([], []), None, [], []
 
     def begin(self, look: bool) -> None:
-        """If `look`, test for convergence after each step (synchronises)."""
+        """If `look`, test for convergence after each step, which synchronizes."""
         options, graph = self.options, torch.is_grad_enabled()
         exact = graph and options.gradient == "exact"
-        # With a tolerance nobody knows yet where the way back will end.
+        # With a tolerance it is not known yet where the backward pass will end.
         undone = options.max_steps if options.tol is not None else options.backward_steps or options.max_steps
         self.steps, self.first = 0, options.max_steps - min(undone, options.max_steps) if exact else 0
         self._look, self._graph, self._turn = look, graph, 2 * self.first if exact else 2 * options.max_steps
@@ -190,7 +191,7 @@ class Tape:
         self.f.prepare(options.tol is not None)
 
     def step(self) -> bool:
-        """Takes a step, whose evaluations autograd records without what f would save. Whether it was the last one."""
+        """Take a step, recorded by autograd without the saved tensors of f. Returns whether it was the last one."""
         last = self.steps == self.options.max_steps - 1
         assert self._home is not None
         leaving_out = self.places.leaving_out(self._home) if self._graph and not self._stores else _NOTHING
@@ -201,7 +202,7 @@ class Tape:
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error) or self._stores or self.steps > 0:
                 raise
-            self._stores = True  # torch.func inside f does not let us leave out anything: the graph is stored
+            self._stores = True  # torch.func inside f does not allow hooks: store the graph
             return self._from_the_start()
         except FromTheStart:
             return self._from_the_start()
@@ -233,8 +234,8 @@ class Tape:
         self._read, self._other = moved, read
 
     def _given(self, k: int) -> State:
-        """What f reads where the graph begins, in memory of its own. In grad mode it needs a gradient, whether or not
-        z0 does."""
+        """The input of f at the beginning of the graph, in new memory. In grad mode it requires a gradient even if z0
+        does not."""
         origin = self.coefficients if self.learns else _ORIGIN
         if k == self._turn == 0:
             start = self._start
@@ -244,7 +245,7 @@ class Tape:
         return list(_begin(home, origin, len(read), *read)) if self._graph else read
 
     def _first(self, record: bool) -> tuple[State, State]:
-        """What f read in the first evaluation, which may have to be repeated, and what it returned."""
+        """Run the first evaluation, which may have to be repeated. Returns the input and the outputs of f."""
         while True:
             f_reads = self._given(0)
             try:
@@ -254,14 +255,14 @@ class Tape:
                 continue
 
     def _evaluate(self, k: int, read: State, record: bool) -> State:
-        """f's outputs. With `record`, they are part of the graph, which the evaluation's tensors are left out of."""
+        """Evaluate f. With `record`, its outputs are part of the graph, without the saved tensors of the evaluation."""
         f, places, keep = self.f, self.places, self._keep if record else 0
         mixes, changes = self.scheme.at(k).c != 0, f.changes_its_input
-        # What is read once more: an evaluation that draws may have to be repeated.
+        # Copies of the input: an evaluation that draws may have to be repeated.
         spares = mixes or self._is_stepwise or f.draw.draws or self.options.gradient == "implicit"
         copies = changes and k > 0 and spares
         if record and f.autocasts:
-            torch.clear_autocast_cache()  # a cast that two evaluations share would sum their gradients in its precision
+            torch.clear_autocast_cache()  # a cast shared by evaluations would sum their gradients in its precision
         outputs = None
         while outputs is None:
             try:
@@ -280,7 +281,7 @@ class Tape:
         places.end(k)
         if f.changes_its_input and not changes and k > 0 and mixes:
             raise RuntimeError(
-                "f changes its input in place, and did not in its first evaluation: let it do so always, or never"
+                "f modifies its input in place, but did not in its first evaluation: do so always, or never"
             )
         if f.has_aux:
             self._add_aux()
@@ -310,7 +311,7 @@ class Tape:
             self._sums = self.f.aux if self._sums is None else tree_map(torch.add, self._sums, self.f.aux)
 
     def _bind(self, outputs: State) -> None:
-        """The half-steps, in the layout of f's outputs."""
+        """Create the half-steps, with the memory layout of f's outputs."""
         like, has_tolerance = laid_out_like(outputs, self.z0), self.options.tol is not None
         if self.ends is not None:
             like = [x if is_batch_outermost(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like]
@@ -326,7 +327,7 @@ class Tape:
             scheme.make_room([*self.half_steps[0], *self.half_steps[1]])
 
     def moved(self, k: int, outputs: Sequence[Tensor], read: State, norms: bool) -> State:
-        """Half-step k: what f reads of the state that it moves, in new memory."""
+        """Take half-step k. Returns the state that it updates, in the dtypes of f's input and in new memory."""
         half_steps, step = self.half_steps[k % 2], self.scheme.at(k)
         copies = []
         for half_step in half_steps:
@@ -356,7 +357,7 @@ class Tape:
         return True
 
     def _have_arrived(self, norms: Tensor) -> bool:
-        """Whether all examples have. Those that have now are noted, and rest from now on."""
+        """Whether all examples have converged. Those that have now are frozen."""
         assert self.ends is not None and self.options.tol is not None
         moved = self._host_ends >= 2 * self.steps
         self.norms = norms if self.steps == 1 else torch.where(moved, norms, self._last_norms)
@@ -383,7 +384,7 @@ class Tape:
         return True
 
     def _cut(self, moving: Tensor) -> None:
-        """Goes on without most of the examples that rest."""
+        """Continue without most of the frozen examples."""
         size = size_for(int(moving.sum()))
         if size >= len(moving):
             return
@@ -397,7 +398,7 @@ class Tape:
         self.f.cut(len(self.z0[0]), self._whole.rows)
 
     def _parts(self) -> State:
-        """What there is of every example."""
+        """All per-example tensors."""
         states = [h.state for half_steps in self.half_steps for h in half_steps]
         return [*self._other, *self._read, *states, self.norms.T, self._host_ends]  # type: ignore[union-attr]
 
@@ -424,7 +425,7 @@ class Tape:
         )
 
     def _ended(self) -> End:
-        """Gradients by the last y and z come in here."""
+        """Create the node at which gradients with respect to the last y and z arrive."""
         if self._cuts:
             assert self.options.backward_steps is not None
             self.first = self.steps - min(self.options.backward_steps, self.steps)
@@ -432,7 +433,7 @@ class Tape:
             self.scheme.check([*self.half_steps[0], *self.half_steps[1]])
         self.f.end()
         size, y, z = len(self.z0), self._other, self._read
-        if self.f.changes_its_input:  # the last y, too
+        if self.f.changes_its_input:  # including the last y
             y = self.scheme.read([h.state for h in self.half_steps[0]], y)
         values = [x.detach() for x in (*y, *z)]
         aux, spec = tree_flatten(self._sums) if self.options.aux else ([], None)
@@ -451,22 +452,22 @@ class Tape:
         aux = None if spec is None else tree_unflatten(aux, spec)
         return End(values[:size], values[size:], aux, (y_states, z_states))
 
-    # Backward, as the engine walks
+    # Backward, called by the engine
 
     def turn(self, ctx: Any, grads: Sequence[Tensor | None]) -> None:
-        """It comes to the end of the iteration, with gradients by the last y and z."""
+        """At the end of the iteration, with gradients with respect to the last y and z."""
         refuse_other_derivatives(grads)
         self.refuse_changes()
         self._way_back = WayBack(self, _states(ctx), grads, graph_is_kept())
 
     def back(self, home: Home, k: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """It comes to half-step k, with gradients by what f reads of the state that it moved. Returns those by what f
-        returned."""
+        """At half-step k, with gradients with respect to the state that it updated. Returns those with respect to f's
+        outputs."""
         with self._lock:
             return self._in_this_pass(grads).undo(home, k, grads)
 
     def reaches(self, home: Home, k: int) -> bool:
-        """It comes to the inside of evaluation k, whose tensors are not there. Whether any gradient flows there."""
+        """Inside evaluation k, whose saved tensors are missing. Returns whether any gradient flows there."""
         if k < 2 * self.first or self.options.gradient != "exact":
             return False
         with self._lock:
@@ -474,8 +475,8 @@ class Tape:
         return True
 
     def arrive(self, grads: Sequence[Tensor | None], needed: bool, apart: bool) -> tuple[Tensor | None, list[Any]]:
-        """It comes to where the graph begins. Returns the gradients by the coefficients, and if they are needed, by z0
-        and, where that is `apart` from it, by y0."""
+        """At the beginning of the graph. Returns the gradients with respect to the coefficients, and if they are
+        needed, to z0 and, if that is `apart`, to y0."""
         way, nothing = self._way_back, [None] * len(grads)
         if way is not None:
             way.empty()
@@ -489,8 +490,8 @@ class Tape:
     def _in_this_pass(self, grads: Sequence[Tensor | None]) -> WayBack:
         if self.places.running >= 0:
             raise RuntimeError(
-                "f asks for a derivative by a tensor on which its state z depends, too, so that it would go "
-                "through all evaluations before: ask for it at z.detach().requires_grad_(), where z counts as given"
+                "f computes a derivative with respect to a tensor that its state z also depends on, which would go "
+                "through all earlier evaluations: compute it at z.detach().requires_grad_(), with z as a constant"
             )
         if self._way_back is None or self._way_back.number != current_pass():
             refuse_other_derivatives(grads)
@@ -499,14 +500,15 @@ class Tape:
         return self._way_back
 
     def _saved(self) -> State:
-        """The last states, and what was put aside."""
+        """The last states, and their spilled remainders."""
         if self._is_stepwise:
             return _own(self) if self._home is not None else self._left
         ctx = self._end()
         if ctx is None:
             raise RuntimeError(
-                "what f kept is all that is left of this solve, and its states are needed to undo its steps: keep "
-                "its solution until the backward pass, too"
+                "only a tensor that f stored is left of this solve, but inverting its steps needs the final states: "
+                "keep "
+                "the solution alive until the backward pass"
             )
         return _states(ctx)
 
@@ -514,8 +516,8 @@ class Tape:
         self.places.refuse_changes()
         if any((x := ref()) is not None and x._version != version for ref, version in self._versions):
             raise RuntimeError(
-                "z0 was changed in place after the solve, and is where the backward pass ends: solve from z0.clone(), "
-                "or change z0 after the backward pass"
+                "z0 was modified in place after the solve, but the backward pass needs it: solve from z0.clone(), or "
+                "modify z0 after the backward pass"
             )
 
 
@@ -534,7 +536,7 @@ def relax(half_steps: list[Any], outputs: Sequence[Tensor], read: State, step: A
 
 
 def relax_norms(half_steps: list[Any], outputs: Sequence[Tensor], read: State, step: Any) -> Tensor:
-    """The squared 2-norms of the change and of the new state, of all leaves."""
+    """The squared 2-norms of the change and of the new state, summed over all tensors."""
     partial = [h.relax_norms(out, x, step) for h, out, x in zip(half_steps, outputs, read, strict=True)]
     if half_steps[0].ends is None:
         return functools.reduce(torch.add, [x.sum((1, 2)) for x in partial])
@@ -566,7 +568,7 @@ def relative_distance(y: Sequence[Tensor], z: Sequence[Tensor]) -> Tensor:
 
 
 def _leads_to_a_leaf(outputs: State, read: State) -> bool:
-    """Whether f depends on anything that needs a gradient, beside what it read."""
+    """Whether f depends on anything that requires a gradient, apart from its input."""
     left: list[Any] = [x.grad_fn for x in outputs if x.requires_grad]
     if any(node is None for node in left):  # f returns a leaf
         return True
@@ -583,17 +585,17 @@ def _leads_to_a_leaf(outputs: State, read: State) -> bool:
 
 
 def _states(ctx: Any) -> State:
-    """What `_End` saved. A kernel gets the address of it, and a hook may give back another tensor."""
+    """Check a tensor that `_End` saved: a hook may return a different one, and kernels use its address."""
     return [_restored(x, *like) for x, like in zip(ctx.saved_tensors, ctx.like, strict=True)]
 
 
 def _restored(x: Tensor, dtype: torch.dtype, shape: torch.Size, device: torch.device, stride: Any) -> Tensor:
     if (x.dtype, x.shape, x.device) != (dtype, shape, device):
         raise RuntimeError(
-            f"a saved-tensor hook gave back {x.dtype} of shape {tuple(x.shape)} on {x.device} in place of {dtype} of "
-            f"shape {tuple(shape)} on {device}, from which the steps cannot be undone: leave the solve out of it "
-            "(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x) around the solve), or give back what "
-            "was packed"
+            f"a saved-tensor hook returned {x.dtype} of shape {tuple(x.shape)} on {x.device} instead of {dtype} of "
+            f"shape {tuple(shape)} on {device}: exclude the solve from it "
+            "(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x) around the solve), or return the "
+            "tensor that was packed"
         )
     if x.stride() == stride:
         return x
@@ -601,8 +603,8 @@ def _restored(x: Tensor, dtype: torch.dtype, shape: torch.Size, device: torch.de
 
 
 def backward(function: Callable[..., Any]) -> Any:
-    """Decorates the backward pass of a function of ours. Where it was started in inference mode, f would have no graph.
-    And in a training step that is compiled as a whole f would be compiled, which it was not when it ran before."""
+    """Decorator of our backward passes: leaves inference mode, in which f would have no graph, and disables the
+    compiler, which in a compiled training step would compile f differently than in the forward pass."""
 
     def run(ctx: Any, *grads: Tensor | None) -> Any:
         if not torch.is_inference_mode_enabled():
@@ -615,23 +617,26 @@ def backward(function: Callable[..., Any]) -> Any:
 
 
 def refuse_other_derivatives(grads: Sequence[Tensor | None]) -> None:
-    """Where a backward pass comes to a solve."""
+    """Raise for backward passes that a solve does not support."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate "
-            "an iteration that you unroll yourself"
+            "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate an "
+            "unrolled "
+            "iteration"
         )
     if any(g is not None and is_batched(g) for g in grads):
         raise RuntimeError(
-            "the gradients that this backward pass starts from are batched (is_grads_batched=True, or vmap around "
-            "autograd.grad), and a solve has no batched derivative: call it once for each of them"
+            "the gradients of this backward pass are batched (is_grads_batched=True, or vmap around autograd.grad), "
+            "which a "
+            "solve does not support: call it once per gradient"
         )
 
 
 class _Begin(torch.autograd.Function):
-    """What f reads where a graph begins. With a home, gradients by the initial state and by coefficients end here.
+    """The input of f at the beginning of a graph. With a home, gradients with respect to the initial state and the
+    coefficients end here.
 
-    origin: the coefficients, if they are learnt, or a leaf of no meaning.
+    origin: the coefficients, if they are trained, or a dummy leaf.
     """
 
     @staticmethod
@@ -650,8 +655,8 @@ class _Begin(torch.autograd.Function):
 
 
 class _Relax(torch.autograd.Function):
-    """A half-step. What f read is among its inputs, so that the nodes come one after the other whatever f depends on;
-    its gradient flows beside the graph, in the adjoints."""
+    """A half-step. The input of f is among its inputs, so that the engine visits the nodes in order, whatever f depends
+    on; the gradient of that input is part of the adjoints and not of the graph."""
 
     @staticmethod
     def forward(
@@ -667,8 +672,8 @@ class _Relax(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """The last y and z, and what f gave beside them. It saves the states, where whoever packs what autograd saves can
-    have them."""
+    """The last y and z, and the auxiliary outputs. It saves the states through autograd, so that saved-tensor hooks
+    around the solve see them."""
 
     @staticmethod
     def forward(ctx: Any, tape: Tape, home: Home, values: State, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -686,5 +691,5 @@ class _End(torch.autograd.Function):
         return (None, None, None, None, *[None] * ctx.size, *grads[2 * ctx.size :])
 
 
-# Past checks that take 2 us and are about transforms of torch.func, which a solve is not within.
+# Skips checks for torch.func transforms, which take 2 us and do not apply.
 _begin, _relax, _end = (super(torch.autograd.Function, node).apply for node in (_Begin, _Relax, _End))

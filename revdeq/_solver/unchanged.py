@@ -1,11 +1,12 @@
-"""What f must leave as it is: whatever an evaluation changes would be changed by every one, in the backward pass too.
+"""Refuses an f that modifies buffers or captured tensors: every evaluation would, in the backward pass too.
 
-Buffers and frozen parameters of all modules that f can get at, and tensors in attributes and closures, are compared
-around the first evaluation. They get their values back, and f is refused: a BatchNorm in training mode, say. f is
-looked into through closures, partials, bound methods, plain objects and compiled functions.
+The buffers and frozen parameters of all modules that f can reach, and the tensors in attributes and closures, are
+compared before and after the first evaluation. If one has changed, as with BatchNorm in training mode, the values are
+restored and an error is raised. The search follows closures, partials, bound methods, plain objects and compiled
+functions.
 
-f may put another tensor into a plain attribute or a variable that it closes over: that may be a feature, for a loss, or
-statistics. The backward pass puts back what it finds there.
+f may assign a new tensor to a plain attribute or a captured variable: a feature for a loss, or statistics. The backward
+pass restores the tensors that it finds there.
 """
 
 import collections
@@ -24,8 +25,8 @@ from .. import _device
 from .private import caches_parametrizations, is_compiled_module
 
 STATEFUL = (
-    "would be changed by every evaluation of f, in the backward pass too: put the layer outside f, as the paper does, "
-    "or use a normalisation without state (GroupNorm, LayerNorm), or call .eval() on it"
+    "every evaluation of f would change, in the backward pass too: move the layer out of f, as the paper does, use a "
+    "normalization without state (GroupNorm, LayerNorm), or call .eval() on it"
 )
 
 OBSERVING = (
@@ -34,10 +35,10 @@ OBSERVING = (
 )
 
 _COPIED = 1 << 16
-"""Elements of the largest buffer that is worth a copy: statistics are small, and tables and masks do not change."""
+"""Larger buffers are not compared: statistics are small, and tables and masks do not change."""
 
 _VISITED = 256
-"""The most objects to look into for modules: a closure may hold a whole data set."""
+"""The maximum number of objects to search: a closure may contain a whole data set."""
 
 _NORMALISING = {
     nn.modules.batchnorm._BatchNorm: "a BatchNorm",
@@ -63,7 +64,8 @@ class _Tensor(NamedTuple):
 
 
 class Unchanged:
-    """Around the first evaluation: notices when it changes what f can get at, or registers hooks there."""
+    """Context manager around the first evaluation: notices changed buffers and captured tensors, and new hooks on
+    them."""
 
     def __init__(self, modules: list[nn.Module], tensors: dict[str, Tensor], slots: list[Slot], args: Any) -> None:
         self._before: list[_Tensor] = []
@@ -106,7 +108,7 @@ class Unchanged:
 
     def __exit__(self, kind: object, *exception: object) -> None:
         changed = [x for x in self._before if x.is_changed()]
-        if not torch.is_grad_enabled():  # no backward pass follows: f may fill its caches, but not count statistics
+        if not torch.is_grad_enabled():  # no backward pass follows: f may fill caches, but not update statistics
             changed = [x for x in changed if isinstance(x.module, tuple(_NORMALISING))]
         with torch.no_grad():
             for x in changed:
@@ -130,7 +132,7 @@ class Unchanged:
         return [x.value for x in self._before]
 
     def hooked(self) -> list[Tensor]:
-        """Tensors on which evaluations after the first have registered hooks."""
+        """The tensors on which evaluations have registered hooks."""
         return [x for x, count in self._hooks if len(x._backward_hooks or ()) > count]
 
     def used(self) -> list[Slot]:
@@ -157,12 +159,12 @@ def _version(x: Tensor) -> tuple[int, int]:
 
 
 def _differs(x: Tensor, copy: Tensor | None) -> bool:
-    """Also after a change that autograd does not count (x.data.add_), unless a look would wait for the device."""
+    """Compares values, because autograd does not count all changes (x.data.add_), unless that would synchronize."""
     return copy is not None and _device.can_look(x) and not torch.equal(x, copy) and not bool(x.isnan().any())
 
 
 def fill_caches(modules: list[nn.Module]) -> None:
-    """Where `parametrize.cached()` is active, the first evaluation would compute what the others find."""
+    """With `parametrize.cached()`, only the first evaluation would compute parametrizations: compute them before."""
     if not caches_parametrizations():
         return
     for outermost in modules:
@@ -173,32 +175,32 @@ def fill_caches(modules: list[nn.Module]) -> None:
 
 
 def refuse_sharded(modules: list[nn.Module], has_tolerance: bool) -> None:
-    """Modules that need all processes for every evaluation, with a `tol`, and those whose parameters come and go."""
+    """Raise for sharded modules: with a `tol`, and for those whose parameters exist only temporarily."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
     found = [module for outermost in modules for module in outermost.modules()]
     if any(isinstance(module, getattr(fsdp, "FullyShardedDataParallel", ())) for module in found):
         raise TypeError(
-            "f contains a FullyShardedDataParallel module, whose parameters are not there when f is evaluated again: "
-            "shard f with torch.distributed.fsdp.fully_shard, or wrap the module around the solve"
+            "f contains a FullyShardedDataParallel module, whose parameters do not exist when f is evaluated again: shard "
+            "f with torch.distributed.fsdp.fully_shard, or wrap the module around the solve"
         )
     sharded = any(isinstance(module, fsdp.FSDPModule) for module in found)
     if has_tolerance and sharded and torch.distributed.get_world_size() > 1:
         raise ValueError(
-            "tol with an f that fully_shard has sharded over several processes would not end: they would stop "
-            "after different numbers of steps, and each step needs all of them. Use tol=None, or shard the "
-            "module around the solve (fully_shard(deq))"
+            "tol does not work with an f that fully_shard has sharded over several processes: they would stop after "
+            "different numbers of steps, and each step needs all of them. Use tol=None, or shard the module around "
+            "the solve (fully_shard(deq))"
         )
 
 
 def modules_of(f: Any) -> list[nn.Module]:
-    """The outermost modules that f can get at: itself, or those that it closes over, is bound to or was made from."""
+    """The outermost modules that f can reach: itself, or those that it captures, is bound to or was made from."""
     return reachable(f)[0]
 
 
 def reachable(f: Any) -> tuple[list[nn.Module], dict[str, Tensor], list[Slot]]:
-    """The same, tensors that it closes over, by name, and where they are."""
+    """The same modules, the tensors that f captures, by name, and the slots they are in."""
     found: list[nn.Module] = []
     tensors: dict[str, Tensor] = {}
     slots: list[Slot] = []
@@ -223,9 +225,9 @@ def is_compiled(f: Any) -> bool:
 
 
 def _held(f: Any) -> Iterator[tuple[str, Any, Slot | None]]:
-    """f, and what it can get at, by name, with where f could put another. Modules are not looked into."""
+    """f and the objects that it can reach, by name, with the slot that f could assign to. Modules are not searched."""
     seen: set[int] = set()
-    left: collections.deque[tuple[str, Any, Slot | None]] = collections.deque([("f", f, None)])  # what is near is first
+    left: collections.deque[tuple[str, Any, Slot | None]] = collections.deque([("f", f, None)])  # breadth first
     while left and len(seen) < _VISITED:
         name, x, slot = left.popleft()
         if id(x) in seen:
@@ -237,18 +239,18 @@ def _held(f: Any) -> Iterator[tuple[str, Any, Slot | None]]:
 
 
 def _held_by(of: str, x: Any) -> Iterator[tuple[str, Any, Slot | None]]:
-    """What a callable or a container holds that may lead to a module. An object may answer to any name, or raise any
+    """The contents of a callable or container that may lead to a module. Objects may have any attribute, or raise any
     error."""
     compiled = _attribute(x, "_torchdynamo_orig_callable")
     if callable(compiled):
         yield of, compiled, None
     elif isinstance(x, types.FunctionType):
-        if (x.__module__ or "").split(".")[0] == "torch":  # exec may have made a function without one
+        if (x.__module__ or "").split(".")[0] == "torch":  # a function made by exec may have no module
             return
         for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
             try:
                 yield name, cell.cell_contents, (cell, name)
-            except ValueError:  # not assigned yet
+            except ValueError:  # an unassigned cell
                 continue
         for name in x.__code__.co_names:
             value = x.__globals__.get(name)

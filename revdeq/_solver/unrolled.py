@@ -1,6 +1,6 @@
-"""The iteration as plain PyTorch operations, one after the other: what tracers record, and what autograd stores whole.
+"""The iteration as plain PyTorch operations, for tracers and as a stored graph.
 
-It has the bits of a solve with a float64 state, and no memory is saved.
+It computes the same bits as a solve with a float64 state, without saving memory.
 """
 
 import functools
@@ -26,8 +26,8 @@ def unrolled(
     y0: Any = None,
     indexed: bool = False,
 ) -> tuple[Any, Any, Any]:
-    """The last y and z, and z before the last step, shaped like z0. `steps` has the coefficients of every half-step,
-    and `around` is called with each half-step and its states, to run it."""
+    """The last y and z, and z before the last step. `steps` has the coefficients of every half-step, and `around` is
+    called with each half-step and its states, to run it."""
     initial, spec = tree_flatten(z0)
 
     def read(state: State) -> State:
@@ -49,8 +49,8 @@ def unrolled(
 
 
 def is_traced() -> bool:
-    """Whether operations are being recorded, past which a kernel would write: by torch.export, torch.jit.trace, make_fx
-    or an exporter that is built on them."""
+    """Whether operations are being recorded, by torch.export, torch.jit.trace, make_fx or an exporter based on them,
+    which would miss our kernels."""
     if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
         return True
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
@@ -58,11 +58,11 @@ def is_traced() -> bool:
 
 
 def in_compiled_model() -> bool:
-    """Whether torch.compile is reading this. (An exporter may use its reader, too.)"""
+    """Whether torch.compile is tracing this. (torch.export may use the same tracer.)"""
     return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
 
 
 def has_fakes(state: Any) -> bool:
-    """Whether there is a tensor in it with a shape and no memory, of a tracer's."""
+    """Whether it contains a fake tensor of a tracer."""
     leaves = [state] if isinstance(state, Tensor) else tree_leaves(state)
     return any(hasattr(x, "fake_mode") for x in leaves)

@@ -1,5 +1,5 @@
-"""The way back: half-steps are undone in the opposite order (equation 6 of the paper) while the adjoints follow
-(Algorithm 1), as the engine asks for it. One evaluation's tensors are there at a time."""
+"""The backward pass: inverts the half-steps in reverse order (equation 6 of the paper) and propagates the adjoints
+(Algorithm 1), driven by autograd's engine. Only one evaluation's saved tensors exist at a time."""
 
 import functools
 import itertools
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 class WayBack:
     """One backward pass through a tape.
 
-    number: torch's, of the pass. at: how many half-steps y and z are ahead of the initial state.
-    adjoint: of y and of z, as soon as there is a gradient. It is kept multiplied by b, to be the seed of the next
-        product, and its decay by a waits for the pass over memory that adds to it.
+    number: torch's id of the pass. at: the number of half-steps between the initial state and the current y and z.
+    adjoint: those of y and z, once there is a gradient. They are stored multiplied by b, as the seed of the next
+        product; the multiplication by a is fused with the next addition.
     """
 
     def __init__(self, tape: "Tape", saved: State, grads: Sequence[Tensor | None] | None, keeps: bool) -> None:
-        """Takes the states that were saved, the gradients by the last y and z, if the pass comes from there, and
-        whether the states and the graph are needed again."""
-        self._tape: Tape = weakref.proxy(tape)  # which holds this
+        """Takes the saved states, the gradients with respect to the last y and z, if the pass starts there, and whether
+        the states and the graph are needed again."""
+        self._tape: Tape = weakref.proxy(tape)  # a weak reference, to avoid a cycle
         self._scheme, self.number = tape.scheme, current_pass()
         self.at = 2 * tape.steps
         self._graph_is_kept = keeps
         if keeps:
             saved = [x.clone() for x in saved]
         else:
-            increment_version(saved)  # no solve can go on from there
+            increment_version(saved)  # no solve can continue from there
         size, count = len(tape.z0), 2 * tape.steps
-        # With steps per example: those that still move when others are looked at end here.
+        # With per_example: examples that still moved at the last check end here.
         self._ends = None if tape.ends is None else tape.ends.clamp(max=count)
         rest = iter(saved[2 * size :])
         counts = [self._scheme.spills(which, tape.steps) for which in (0, 1)] if len(saved) > 2 * size else [0, 0]
         spilled = [list(itertools.islice(rest, counts[i // size])) for i in range(2 * size)]
         y, z = saved[:size], saved[size : 2 * size]
-        self._read = self._scheme.read(y, tape.z0)  # what f read in evaluation at - 1
+        self._read = self._scheme.read(y, tape.z0)  # the input of evaluation at - 1
         self._half_steps = (
             self._scheme.bind(0, y, self._read, tape.steps, spilled[:size]),
             self._scheme.bind(1, z, self._read, tape.steps, spilled[size:]),
@@ -60,10 +60,10 @@ class WayBack:
         self._sizes = [typical_magnitude(x) for x in self._read] if is_compared else []
         self._seen = self._sizes
         self.adjoint: tuple[State, State] | None = None
-        self._size: Tensor | None = None  # of the gradient that came in
+        self._size: Tensor | None = None  # the norm of the incoming gradient
         if grads is not None:
             by_y, by_z = self._scheme.at(count - 2), self._scheme.at(count - 1)
-            # The first pass that adds to y's adjoint must find it divided by a, by which no example decays that rests.
+            # Divided by a, because the first addition to y's adjoint multiplies by it, except for frozen examples.
             factor = by_y.b / by_y.a if self._ends is None else by_y.b
             self.adjoint = (
                 [scaled(g, factor, x) for g, x in zip(grads[:size], self._read, strict=True)],
@@ -71,17 +71,17 @@ class WayBack:
             )
             if tape.monitor is not None and any(g is not None for g in grads):
                 self._size = norm([g for g in grads if g is not None])
-        self._outputs: State | None = None  # what it returned, once it was evaluated again
-        self._filled = -1  # the evaluation whose tensors are there
+        self._outputs: State | None = None  # the outputs of the repeated evaluation
+        self._filled = -1  # the evaluation whose saved tensors exist
         self._as_before: AsBefore | None = None
-        self._spares_seeds: bool | None = None  # not known before the first product
-        self._seeds: list[tuple[Tensor, int, Tensor]] = []  # the last ones, with their versions, and the adjoints
+        self._spares_seeds: bool | None = None  # unknown before the first product
+        self._seeds: list[tuple[Tensor, int, Tensor]] = []  # the last seeds with their versions, and the adjoints
         self._maxima: State = []
-        self._ready: list[Tensor | None] = []  # seeds that were written with the adjoints
-        self._slopes: dict[int, tuple[Tensor, Tensor]] = {}  # of the loss by b and by c of half-steps
+        self._ready: list[Tensor | None] = []  # seeds that were written together with the adjoints
+        self._slopes: dict[int, tuple[Tensor, Tensor]] = {}  # of the loss with respect to b and c, by half-step
 
     def undo(self, home: Home, k: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Undoes the half-step after half-step k, with the product that has come, and evaluates f again. Returns the
+        """Invert the half-step after half-step k, with the product that has arrived, and evaluate f again. Returns the
         seeds of the next product."""
         if k < 2 * self._tape.first:
             return [None] * len(grads)
@@ -99,17 +99,18 @@ class WayBack:
         return self._seeded(k)
 
     def reach(self, home: Home, k: int) -> None:
-        """Evaluation k is needed: its tensors are there then."""
+        """Make the saved tensors of evaluation k available."""
         if self._filled != k:
             self._go_to(home, k + 1)
             self._evaluate(home)
 
     def _go_to(self, home: Home, at: int) -> None:
-        """Undoes half-steps without products: those that no gradient comes through."""
+        """Invert half-steps without products, through which no gradient flows."""
         if self.at < at or (self.at > at and self.adjoint is not None):
             raise RuntimeError(
-                "a gradient arrives at an evaluation of f that the backward pass of its solve has not come to yet, or "
-                "has left behind (is there a part of f on another device?): call backward for it by itself, with "
+                "a gradient arrives at an evaluation of f that the backward pass of its solve has not reached yet, or "
+                "has "
+                "already passed (is a part of f on another device?): call backward for it separately, with "
                 "retain_graph=True"
             )
         while self.at > at:
@@ -123,7 +124,7 @@ class WayBack:
             self._leave()
 
     def _add(self, k: int, grads: Sequence[Tensor | None]) -> None:
-        """To the adjoint of a state, gradients that have come to it from outside."""
+        """Add gradients from outside to the adjoint of a state."""
         self._ready = []
         for i, g in enumerate(grads):
             if g is not None:
@@ -135,14 +136,14 @@ class WayBack:
         return self.adjoint
 
     def _undo(self, grads: Sequence[Tensor | None]) -> None:
-        """The last half-step, and with the product of its adjoint with the Jacobian of f, the other adjoint."""
+        """Invert the last half-step, and update the other adjoint with the vector-Jacobian product of f."""
         k, tape, adjoint = self.at - 1, self._tape, self._adjoint()
         step, adjoint_step = self._scheme.at(k), self._scheme.adjoint_at(k - 1, 2 * tape.steps)
         products = dense(grads, self._read)
         outputs, mine = self._apart(), adjoint[1 - k % 2]
         rows = zip(self._half_steps[k % 2], outputs, mine, products, adjoint[k % 2], strict=True)
-        # Where f computes in another dtype than adjoints are kept in, the same pass writes the next seed. So it does
-        # with steps per example: an example that rests is no seed.
+        # If f computes in another dtype than that of the adjoints, the same kernel writes the next seed. Also with
+        # per_example, because frozen examples have a seed of 0.
         self._ready = [
             torch.empty_like(a, dtype=out.dtype) if out.dtype != a.dtype or self._ends is not None else None
             for a, out in zip(mine, outputs, strict=True)
@@ -173,8 +174,9 @@ class WayBack:
         self._leave()
 
     def _note_slopes(self, k: int, x: State, sign: int) -> None:
-        """Of the loss by b_k and c_k, where x_k = (1 - b_k - c_k) x_{k-2} + b_k f + c_k x_{k-1}: the products of the
-        adjoint of x_k with f - x_{k-2} and with x_{k-1} - x_{k-2}. Takes first x_{k-1}, then x_{k-2}."""
+        """Derivatives of the loss with respect to b_k and c_k, where x_k = (1 - b_k - c_k) x_{k-2} + b_k f + c_k
+        x_{k-1}: the inner products of the adjoint of x_k with f - x_{k-2} and with x_{k-1} - x_{k-2}. Called first with
+        x_{k-1}, then with x_{k-2}."""
         assert self.adjoint is not None and self._outputs is not None
         adjoint = self.adjoint[k % 2] if self._ends is None else [self._moved(a, k) for a in self.adjoint[k % 2]]
         by_x = inner(adjoint, x)
@@ -186,12 +188,12 @@ class WayBack:
             self._slopes[k] = (by_b - by_x) / b, (by_c - by_x) / b
 
     def _moved(self, adjoint: Tensor, k: int) -> Tensor:
-        """Of the examples that half-step k moved, and 0 elsewhere."""
+        """The tensor, with 0 for the examples that half-step k did not move."""
         assert self._ends is not None
         return torch.where((self._ends > k).view(-1, *[1] * (adjoint.dim() - 1)), adjoint, 0)
 
     def by_coefficients(self) -> Tensor | None:
-        """The gradient by (beta, gamma) of every half-step of the schedule: b = beta gamma, c = beta (1 - gamma)."""
+        """The gradient with respect to every (beta, gamma) of the schedule: b = beta gamma, c = beta (1 - gamma)."""
         tape = self._tape
         if not tape.learns:
             return None
@@ -210,7 +212,7 @@ class WayBack:
         self.at -= 1
 
     def empty(self) -> None:
-        """Forget the tensors of the last evaluation."""
+        """Free the saved tensors of the last evaluation."""
         tape = self._tape
         if self._filled >= 0 and not (self._graph_is_kept and self._is_kept):
             device = self._read[0].device
@@ -218,14 +220,14 @@ class WayBack:
         self._filled, self._outputs = -1, None
 
     def _evaluate(self, home: Home) -> None:
-        """f once more where evaluation at - 1 was, unless what it saved was kept."""
+        """Evaluate f again at the input of evaluation at - 1, unless its graph was kept."""
         places, k = self._tape.places, self.at - 1
         kept = places.filled.get(k)
         self._filled, self._is_kept = k, kept is not None and kept.outputs is not None
         self._outputs = kept.outputs if self._is_kept else self._evaluated_again(home, k)  # type: ignore[union-attr]
         assert self._outputs is not None
         if self.at == 2 * self._tape.steps and self._sizes and self._scheme.resolution:
-            # A state too small for its own resolution is 0; what f made of it need not be.
+            # A state below its resolution is 0, but the output of f need not be.
             sizes = zip(self._sizes, map(typical_magnitude, self._outputs), strict=True)
             self._seen = [torch.maximum(*pair) for pair in sizes]
 
@@ -236,7 +238,7 @@ class WayBack:
             as_before = self._as_before = AsBefore(f, places.leaves)
 
         def evaluated() -> State:
-            # In another layout than it had at first, f could compute other bits than it did.
+            # With a different layout, f might compute different bits.
             read = tape.z0 if k == 0 else self._read
             if f.changes_its_input or k == 0:
                 read = [x.clone() for x in read]
@@ -253,7 +255,7 @@ class WayBack:
                 continue
 
     def _arrive(self) -> None:
-        """At the initial state, or where the way back ends: the verdict."""
+        """At the initial state, or where the backward pass ends: check the reconstruction."""
         tape, step = self._tape, self._scheme.at(2 * self._tape.first)
         if self._sizes and tape.first == 0:
             rows = zip(self._half_steps[0], self._apart(), tape.y0, self._sizes, strict=True)
@@ -268,10 +270,10 @@ class WayBack:
             self._judge()
         if not self._graph_is_kept:
             self._as_before = None
-            del tape.f  # and what it closes over: there will be no other backward pass
+            del tape.f  # free what it captures: there will be no other backward pass
 
     def _before_turn(self) -> State:
-        """What half-step 2 `first` moved: y where the way back ends."""
+        """The y at which the backward pass ends, which half-step 2 `first` updated."""
         copies = [x.clone() for x in self._read]
         for half_step, out, copy in zip(self._half_steps[0], self._apart(), copies, strict=True):
             half_step.write_to(copy)
@@ -279,7 +281,7 @@ class WayBack:
         return copies
 
     def _judge(self) -> None:
-        """Whether the gradient can be trusted, and by how much the adjoint has grown since it came in."""
+        """Check the reconstruction, and record the growth of the adjoint."""
         tape = self._tape
         assert tape.monitor is not None and tape.norms is not None
         norms = None
@@ -290,7 +292,8 @@ class WayBack:
         tape.monitor.judge(self._maxima, of_z, self._seen, norms)
 
     def initial_grads(self, grads: Sequence[Tensor | None], apart: bool) -> tuple[State, State]:
-        """By z0 and by y0, or if they are not `apart`, their sum. Takes the product of the first evaluation."""
+        """The gradients with respect to z0 and y0, or their sum if they are not `apart`. Takes the product of the first
+        evaluation."""
         first, second = self._scheme.at(0), self._scheme.at(1)
         same = first is second
         step = second if same else Coefficients(second.a, second.b, first.c * second.b / first.b)
@@ -304,8 +307,8 @@ class WayBack:
         return by_z0, by_y0
 
     def _seeded(self, k: int) -> Sequence[Tensor | None]:
-        """The adjoints themselves are the seeds. A hook or a custom function in f that changes its gradient in place
-        would change them: after the first product it is known whether that happens."""
+        """The adjoints are used as seeds without a copy. A hook or custom function in f that modifies its gradient in
+        place would modify them; the first product shows whether that happens."""
         assert self._outputs is not None
         if self.adjoint is None:
             return [None] * len(self._outputs)
@@ -330,14 +333,14 @@ class WayBack:
             self._spares_seeds = spared and all(_equal(x, adjoint) for x, _, adjoint in self._seeds)
         elif not spared:
             raise RuntimeError(
-                "f changes its gradient in place, and not in every evaluation (a hook, or the backward of a custom "
-                "function?), so that the solver's own adjoint was changed: write g.clamp(...) in place of g.clamp_(...)"
+                "f modifies its gradient in place, but not in every evaluation (a hook, or the backward of a custom "
+                "function?), which has changed the solver's adjoint: write g.clamp(...) instead of g.clamp_(...)"
             )
         self._seeds = []
 
     def _apart(self) -> State:
-        """f's outputs. It may return one part of its state as another, and the half-steps overwrite one part after the
-        other."""
+        """f's outputs, copied if needed: f may return one part of its state as another, and half-steps overwrite parts
+        in turn."""
         assert self._outputs is not None
         if len(self._outputs) == 1:
             return self._outputs
@@ -365,7 +368,7 @@ def norm(xs: Sequence[Tensor]) -> Tensor:
 
 
 def _equal(given: Tensor, seed: Tensor) -> bool:
-    """Also after a change that autograd does not count, unless a look would wait for the device."""
+    """Compares values, because autograd does not count all changes, unless that would synchronize."""
     return not _device.can_look(seed) or torch.equal(given, seed.to(given.dtype))
 
 
@@ -380,5 +383,5 @@ class _NoLeaf(torch.autograd.Function):
 
 
 def no_leaf(x: Tensor) -> Tensor:
-    """The same memory, which f may change in place."""
+    """An alias of the memory, which f may modify in place."""
     return _NoLeaf.apply(x)

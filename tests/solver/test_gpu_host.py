@@ -277,7 +277,7 @@ def test_what_is_asked_of_a_real_gpu_has_an_answer(monkeypatch, name):
 def test_with_a_tolerance_an_overflow_is_told_by_the_solve_itself(value):
     """z0 or f: every step is waited for anyway, and no more than once."""
     z0 = torch.full((3,), value, device=DEVICE)
-    what = "z0 does not fit the exact state" if value > 128 else "overflow in step 2: f reached 150"
+    what = "z0 is too large for the exact state" if value > 128 else "overflow in step 2: f reached 150"
 
     def f(z):
         return torch.where(z.abs() > 110, 150.0, 120.0) + 0 * z

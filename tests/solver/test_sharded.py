@@ -120,7 +120,7 @@ def check_tolerance(size):
     if size == 1:
         deq(data(0)).sum().backward()
     else:
-        with pytest.raises(ValueError, match="tol with an f that fully_shard has sharded over several processes"):
+        with pytest.raises(ValueError, match="tol .*fully_shard"):
             deq(data(0))
 
 
