@@ -186,7 +186,7 @@ def test_steps_of_a_layer_and_what_they_refuse():
     steps = revdeq.steps(f, z0, x)
     with torch.no_grad():
         next(steps).z.mul_(2)
-    with pytest.raises(RuntimeError, match="changed in place.*clone"):
+    with pytest.raises(RuntimeError, match="modified in place.*clone"):
         next(steps)
 
 
