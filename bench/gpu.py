@@ -1,9 +1,12 @@
 """Tests and measures a GPU, and packs all results into one file: `make gpu`.
 
-    make gpu                  # about twenty minutes: doctor, the tests, the benchmarks
+    make gpu                  # less than twenty minutes: doctor, the tests, the benchmarks
     make gpu QUICK=1          # a few minutes
+    nohup make gpu &          # as long as it takes, whether or not you stay
 
-Each part has its own log. If one fails or times out, the others still run. It also runs without a GPU, and says so.
+Each part has its own log. If one fails or times out, the others still run; if all of it is stopped (SIGINT, SIGTERM),
+what there is is kept. Its last line says whether the package can be trusted on this machine. It also runs without a
+GPU, and says so.
 """
 
 import argparse
@@ -30,22 +33,24 @@ TOOLS = {"nvidia-smi": ["-q"], "rocm-smi": ["--showallinfo"], "xpu-smi": ["disco
 """The vendors' tools, with the flags for full output."""
 
 
+LONGEST = 19 * 60
+"""Seconds for all parts together. Those that come late get what is left."""
+
+
 def parts(quick, out):
-    """Commands by name, with a timeout in seconds."""
+    """Commands by name, with a timeout in seconds. First what tells most."""
     bench = [sys.executable, str(ROOT / "bench/run.py"), "--out", str(out / "bench"), *["--quick"] * quick]
     chosen = {
+        "doctor": ([sys.executable, "-m", "revdeq", "doctor", "--json"], 300),
+        "tests-gpu-only": ([*PYTEST, "tests/test_gpu_only.py"], 240),
         "packages": ([sys.executable, "-m", "pip", "freeze"], 60),
-        "doctor": ([sys.executable, "-m", "revdeq", "doctor"], 300),
-        "doctor-json": ([sys.executable, "-m", "revdeq", "doctor", "--json"], 300),
-        "tests-gpu-only": ([*PYTEST, "tests/test_gpu_only.py"], 300),
-        "bench": (bench, 900),
-        "tests": ([*PYTEST, *ON_THE_GPU], 600),
     }
     for name, arguments in TOOLS.items():
         if program := shutil.which(name):
             chosen[name] = ([program, *arguments], 60)
-    if quick:
-        del chosen["tests"]
+    if not quick:
+        chosen["tests"] = ([*PYTEST, *ON_THE_GPU], 420)
+    chosen["bench"] = (bench, 600)
     return chosen
 
 
@@ -66,14 +71,57 @@ def run(command, limit, log):
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGINT)  # benchmarks then save their results so far
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            stop(process, patience=30)
             return f"stopped after {limit} s"
+        except KeyboardInterrupt:
+            stop(process, patience=10)
+            raise
     return "passed" if code == 0 else f"failed with code {code}"
+
+
+def stop(process, patience):
+    os.killpg(process.pid, signal.SIGINT)  # benchmarks then save their results so far
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def interrupt(number, frame):
+    raise KeyboardInterrupt
+
+
+def examined(out):
+    """What doctor found, if it did, which is also written as it prints it."""
+    with contextlib.suppress(OSError, ValueError):
+        report = json.loads((out / "doctor.txt").read_text().splitlines()[-1])
+        lines = [f"{about:<18} {finding['text']}" for about, finding in report["findings"].items()]
+        (out / "doctor.json").write_text(json.dumps(report, indent=2) + "\n")
+        (out / "doctor.txt").write_text("\n".join([*lines, report["verdict"]]) + "\n")
+        return report
+    return None
+
+
+def shares(report):
+    """Of a copy's bandwidth, by kernel, of the first device."""
+    rates = next((f["numbers"]["bytes_per_second"] for a, f in report["findings"].items() if "bandwidth" in a), {})
+    return {name: rate / rates["copy"] for name, rate in rates.items() if name != "copy"}
+
+
+def trusted(is_gpu, report, ended):
+    """Whether results on this machine are right, in one line."""
+    if not is_gpu:
+        return "not known: torch finds no GPU here"
+    if report is None:
+        return "not known: doctor did not finish; its log says why"
+    failed = [name for name, how in ended.items() if name.startswith("tests") and how.startswith("failed")]
+    if not report["ready"] or failed:
+        why = [*([] if report["ready"] else [report["verdict"]]), *(f"{name} failed" for name in failed)]
+        return f"NO: {'; '.join(why)}. Send the archive"
+    open_ = [name for name in ("tests-gpu-only", "tests") if ended.get(name) != "passed"]
+    rest = f" ({' and '.join(open_)} did not run to the end)" if open_ else ""
+    return f"yes: its bits are the reference's, and its gradients a stored graph's{rest}"
 
 
 def device():
@@ -106,22 +154,37 @@ def main():
         "cores": os.cpu_count(),
         "parts": {},
     }
+    # A shell in the background ignores SIGINT.
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    ended, report, begin = {}, None, time.monotonic()
     try:
         for part, (command, limit) in parts(arguments.quick, out).items():
+            left = round(begin + LONGEST - time.monotonic())
             print(f"{part:<16}", end="", flush=True)
             start = time.perf_counter()
-            how = run(command, limit, out / f"{part}.txt")
+            ended[part] = "interrupted"
+            ended[part] = run(command, min(limit, left), out / f"{part}.txt") if left > 10 else "no time was left"
             seconds = round(time.perf_counter() - start)
-            summary["parts"][part] = {"how": how, "seconds": seconds}
-            print(f"{how}, {seconds} s", flush=True)
+            summary["parts"][part] = {"how": ended[part], "seconds": seconds}
+            print(f"{ended[part]}, {seconds} s", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted: what there is is kept", flush=True)
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        report = examined(out)
+        summary["trusted"] = trusted(is_gpu, report, ended)
+        summary["shares"] = shares(report) if report else {}
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         archive = arguments.out / f"{title}.tar.gz"
         with tarfile.open(archive, "w:gz") as file:
             file.add(out, title)
         shutil.rmtree(out)
-        print(f"The results are in {archive}: CONTRIBUTING.md says where to send it.")
-    return 0 if all(part["how"] == "passed" for part in summary["parts"].values()) else 1
+    for kernel, share in summary["shares"].items():
+        print(f"  {kernel:24} {share:.2f} of a copy's bandwidth")
+    print(f"The results are in {archive}: CONTRIBUTING.md says where to send it.")
+    print(f"Can revdeq be trusted on {name}? {summary['trusted']}.")
+    return 0 if ended and all(how == "passed" for how in ended.values()) else 1
 
 
 if __name__ == "__main__":

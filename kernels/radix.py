@@ -63,10 +63,10 @@ class Radix:
         """The weight of f, beta gamma."""
         return self.beta * self.gamma
 
-    @functools.cached_property
+    @property
     def c(self) -> float:
         """The weight of the other state, beta (1 - gamma)."""
-        return self.beta * (1 - self.gamma)
+        return 0.0 if self.gamma == 1 else self.beta * (1 - self.gamma)  # every half-step asks
 
     @property
     def beta(self) -> float:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,45 @@ def test_what_fails_or_takes_too_long_on_a_gpu_does_not_lose_the_rest(tmp_path, 
     assert texts["fine.txt"] == "all is well\n"
     ended = {name: part["how"] for name, part in json.loads(texts["summary.json"])["parts"].items()}
     assert ended == {"slow": "stopped after 2 s", "broken": "failed with code 3", "fine": "passed"}
+
+
+def test_a_run_on_a_gpu_that_is_stopped_keeps_what_it_has(tmp_path):
+    """As a rented machine stops it."""
+    code = (
+        "import sys, gpu; gpu.parts = lambda quick, out: {"
+        "'fine': ([sys.executable, '-c', 'print(1)'], 60), 'slow': ([sys.executable, '-c', 'import time; "
+        "time.sleep(60)'], 60), 'never': (['no such program'], 60)}; gpu.device = lambda: ('a GPU', True); "
+        "sys.exit(gpu.main())"
+    )
+    command = [sys.executable, "-c", code, "--out", str(tmp_path)]
+    with subprocess.Popen(command, cwd=BENCH, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("fine"):
+                break
+        time.sleep(0.5)
+        process.terminate()
+        *_, last = process.stdout.read().splitlines()
+    assert process.returncode == 1
+    assert last == "Can revdeq be trusted on a GPU? not known: doctor did not finish; its log says why."
+    (archive,) = tmp_path.iterdir()
+    with tarfile.open(archive) as file:
+        names = {Path(name).name for name in file.getnames()}
+    assert {"fine.txt", "slow.txt", "summary.json"} <= names and "never.txt" not in names
+
+
+def test_the_last_line_says_whether_a_gpu_can_be_trusted():
+    import gpu
+
+    fine, broken = {"ready": True, "verdict": "ready"}, {"ready": False, "verdict": "not ready: update Triton"}
+    passed = {"doctor": "passed", "tests-gpu-only": "passed", "tests": "passed"}
+    assert gpu.trusted(True, fine, passed).startswith("yes") and "did not run" not in gpu.trusted(True, fine, passed)
+    assert "tests did not run to the end" in gpu.trusted(True, fine, {**passed, "tests": "stopped after 420 s"})
+    assert gpu.trusted(True, fine, {**passed, "tests": "failed with code 1"}) == "NO: tests failed. Send the archive"
+    assert gpu.trusted(True, broken, passed) == "NO: not ready: update Triton. Send the archive"
+    assert gpu.trusted(True, None, {}).startswith("not known")
+    assert gpu.trusted(False, fine, passed) == "not known: torch finds no GPU here"
+    bandwidth = {"numbers": {"bytes_per_second": {"copy": 2e12, "float64 relax": 1.8e12}}}
+    assert gpu.shares({"findings": {"cuda:0 bandwidth": bandwidth}}) == {"float64 relax": 0.9}
 
 
 def test_what_is_run_on_a_gpu_is_there(tmp_path):

@@ -165,7 +165,8 @@ class WayBack:
                     self._maxima.append(half_step.invert_compare(out, x, size, *of_adjoint, *steps, seed))
                 else:
                     self._maxima.append(half_step.invert_compare(out, x, size, None, None, None, *steps))
-                    reference.update_adjoint(*of_adjoint, seed, adjoint_step, reference.taking(half_step))
+                    own, vjp, other = of_adjoint
+                    reference.update_adjoint(own, vjp, other, seed, adjoint_step, reference.taking(half_step))
         if k == 1:  # the initial state is known: use it, not its reconstruction
             for x, initial in zip(self._read, tape.z0, strict=True):
                 x.copy_(initial)

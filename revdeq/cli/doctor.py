@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import shutil
 import statistics
@@ -173,9 +174,20 @@ def gpu() -> Finding:
     there = driver is not None and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
     if caught or (runtime and there and not count):
         trouble = " ".join(str(w.message) for w in caught) or "it is loaded, but torch finds no device"
+        if "too old" in trouble:
+            text, fix = f"{text}: the driver is too old for this torch", newer_driver(trouble, runtime)
+            return Finding(text, fix, works=False, numbers=numbers)
         return Finding(f"{text}: {trouble}", f"repair the GPU's driver ({trouble})", works=False, numbers=numbers)
     fix = "install a torch that is built for your GPU (https://pytorch.org)" if there and not runtime else ""
     return Finding(text, fix, numbers=numbers)
+
+
+def newer_driver(trouble: str, runtime: str | None) -> str:
+    """What to do about a driver that torch finds too old. It says for which CUDA the driver is: 12040 is 12.4."""
+    found = re.search(r"found version (\d+)", trouble)
+    version = f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}" if found else ""
+    older = f"for CUDA {version} or older" if version else "for an older CUDA"
+    return f"install a torch that is built {older} (https://pytorch.org), or a driver for {runtime or 'this torch'}"
 
 
 def driver_version() -> str | None:

@@ -3,6 +3,7 @@
 import builtins
 import importlib
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -219,18 +220,31 @@ def test_without_triton_only_a_gpu_misses_it(monkeypatch, capsys):
     assert "reference: PyTorch's own operations, because Triton is not installed" in finding.text
 
 
-def test_a_broken_driver_is_a_finding(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "warning, remedy",
+    [
+        (
+            "CUDA initialization: The NVIDIA driver on your system is too old (found version 12040). Please update",
+            "not ready: install a torch that is built for CUDA 12.4 or older .*, or a driver for CUDA 13.0",
+        ),
+        (
+            "CUDA initialization: Unexpected error from cudaGetDeviceCount()",
+            "not ready: repair the GPU's driver .*cudaGetDeviceCount",
+        ),
+    ],
+    ids=["too old", "broken"],
+)
+def test_a_driver_that_fails_is_a_finding(monkeypatch, capsys, warning, remedy):
     """torch tells of it in a warning, and says that there is no GPU."""
 
     def failing():
-        warnings.warn("CUDA initialization: the NVIDIA driver on your system is too old", stacklevel=1)
+        warnings.warn(warning, stacklevel=1)
         return False
 
     monkeypatch.setattr(torch.cuda, "is_available", failing)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert run(monkeypatch) == 1
-    line = last_line(capsys)
-    assert line.startswith("not ready: repair the GPU's driver") and "too old" in line
+    assert re.match(remedy, last_line(capsys))
 
 
 def test_an_intel_gpu_is_counted(monkeypatch):
