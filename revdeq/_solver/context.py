@@ -193,21 +193,29 @@ class Draw:
         self._tried: list[Tensor] | None = None  # and after the last rejected one
         self._attempts, self._is_in_doubt, self._was_beside_a_turn = 0, False, False
         # A solve inside an f that holds the lock shares it, even if its backward pass runs in another thread.
-        self._has_turn = _draws_already()
+        self._has_turn = _thread.draws
 
     def __call__(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.draws is None and not self._was_beside_a_turn:
             return self._beside_others(f, *args, **kwargs)
-        with _NOTHING if self._has_turn or _draws_already() else self._turn():
+        run = self._first if self.draws is None else self._again
+        if self._has_turn or _thread.draws:
+            return run(f, *args, **kwargs)
+        with self._turn():
             Draw._turns += 1
-            return (self._first if self.draws is None else self._again)(f, *args, **kwargs)
+            _thread.turns += 1
+            _thread.draws = True
+            try:
+                return run(f, *args, **kwargs)
+            finally:
+                _thread.draws = False
 
     def _beside_others(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The first evaluation runs without the lock, because several threads may wait for each other (at a barrier, in
         a collective). If another thread held the lock meanwhile, and so changed the generators, it is repeated."""
-        turns, is_taken = self._turns, self.turn.locked()
+        turns, is_taken = self._turns - _thread.turns, self.turn.locked()
         result = self._first(f, *args, **kwargs)
-        if not self._has_turn and (is_taken or self._turns > turns):
+        if not self._has_turn and (is_taken or self._turns - _thread.turns > turns):
             self.draws, self._was_beside_a_turn = None, True
             raise OnceMore
         return result
@@ -236,7 +244,6 @@ class Draw:
             watch = _Watch(rewind)
         else:
             rewind()
-        around, _thread.draws = _draws_already(), True
         try:
             with watch or _NOTHING:
                 result = f(*args, **kwargs)
@@ -246,7 +253,6 @@ class Draw:
             self._is_in_doubt = False
             return result
         finally:
-            _thread.draws = around
             if found:
                 _device.set_generator_states(self._device, found)
 
@@ -292,12 +298,16 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=Draw._start_anew)
 
 _NOTHING = contextlib.nullcontext()
-_thread = threading.local()
 
 
-def _draws_already() -> bool:
-    """Whether this thread is inside an evaluation that holds the lock."""
-    return getattr(_thread, "draws", False)
+class _Thread(threading.local):
+    """draws: whether this thread is inside an evaluation that holds the lock. turns: how often it has held it."""
+
+    draws = False
+    turns = 0
+
+
+_thread = _Thread()
 
 
 def _equal(before: list[Tensor], after: list[Tensor]) -> bool:
