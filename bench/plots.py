@@ -114,6 +114,8 @@ def _figures(series):
         yield "gradient", _distances(series)
     if any(key[0].startswith("held out, ") for key in series):
         yield "schedule", _schedules(series)
+    if any(key[0].startswith("steps taken, ") for key in series):
+        yield "examples", _steps_taken(series)
     if any(key[0] == "looped, depth" for key in series):
         yield "looped", _looped(series)
 
@@ -323,6 +325,28 @@ def _looped(series):
         _plain_numbers(axis)
         axis.yaxis.set_minor_formatter(NullFormatter())
     return _with_legend(figure)
+
+
+def _steps_taken(series):
+    """A histogram of the steps that puzzles take, for each of their sizes."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    for axis, kind in zip(axes, ("mazes", "prefix sums"), strict=True):
+        found = {key[1]: points for key, points in series.items() if key[0] == f"steps taken, {kind}"}
+        if not found:
+            continue
+        last = max(step for points in found.values() for step in points)
+        width = 4 if last > 40 else 2
+        edges = range(0, last + width, width)
+        colors = plt.get_cmap("viridis")
+        for row, points in enumerate(found.values()):
+            counts = [sum(points[n].p50 for n in points if edge < n <= edge + width) for edge in edges]
+            heights = [0.9 * count / max(counts) for count in counts]
+            color = colors(0.15 + 0.75 * row / len(found))
+            axis.bar(edges, heights, width, bottom=row, align="edge", color=color, edgecolor="none")
+        axis.set_yticks(range(len(found)), found)
+        axis.set(title=kind, xlabel="steps that an example takes", xlim=(0, None))
+        axis.grid(visible=False, axis="y")
+    return figure
 
 
 def _breakdown(series):

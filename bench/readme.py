@@ -250,6 +250,32 @@ def implicit(numbers):
     return markdown(["to a distance of 1e-1 / 1e-2 / 1e-3 from the fixed point's gradient, by IFT", *FOUR], rows)
 
 
+def examples(numbers):
+    kinds = ("mazes", "prefix sums")
+    ways = ("all steps", "whole batch", "per example", "per example, compact")
+
+    def cell(kind, way, quantity):
+        return next(iter(numbers.by_size(f"examples, {kind}", way, quantity).values()))
+
+    rows = [
+        [
+            way,
+            *(
+                text
+                for kind in kinds
+                for text in (
+                    f"{cell(kind, way, 'evaluations of an example'):.0f}",
+                    f"{cell(kind, way, 'of all steps'):.2f}",
+                    f"{cell(kind, way, 'solved'):.1%}",
+                )
+            ),
+        ]
+        for way in ways
+    ]
+    header = [f"{kind}: {what}" for kind in kinds for what in ("evaluations of an example", "time", "solved")]
+    return markdown(["", *header], rows)
+
+
 def decode(numbers):
     cases = [(prompts, length) for length in (64, 512) for prompts in (1, 8, 64)]
 
@@ -318,6 +344,7 @@ TABLES = {
     "schedule": schedule,
     "implicit": implicit,
     "decode": decode,
+    "examples": examples,
     "predicted": predicted,
 }
 

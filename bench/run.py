@@ -1,7 +1,7 @@
 """Every benchmark, into bench/results/<device>/: one table (results.csv), plots, and the machine they were made on.
 
 make bench                 # all of it: under ten minutes on two cores
-make bench ONLY=update     # one of update, launch, host, step, breakdown, predict, convergence, decode
+make bench ONLY=update     # one of update, launch, host, step, breakdown, predict, convergence, decode, examples
 make bench QUICK=1         # a minute, into a table of its own (quick.csv)
 """
 
@@ -38,6 +38,7 @@ PARTS = {
     "predict": [str(HERE / "predict.py")],
     "convergence": [str(HERE / "convergence.py")],
     "decode": [str(HERE / "decode.py")],
+    "examples": [str(HERE / "examples.py")],
 }
 
 BENCHMARKS = {
@@ -49,6 +50,7 @@ BENCHMARKS = {
     "predict": ("predicted ",),
     "convergence": ("residual", "gradient, ", "held out"),
     "decode": ("decode, ",),
+    "examples": ("examples, ", "steps taken, "),
 }
 """How the names of a part's benchmarks begin."""
 

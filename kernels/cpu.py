@@ -148,7 +148,7 @@ class HalfStep(InC):
     ) -> Tensor:
         self._take(step)
         self._take_adjoint(adjoint_step)
-        worst = self.partial_maxima()
+        worst = self.partial_maxima(self.examples)
         *others, seed = adjoints
         tensors = *map(address, (initial, floor, *others, worst)), *typed(seed)
         library.revdeq_invert_compare(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *tensors)

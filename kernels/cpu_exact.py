@@ -63,7 +63,7 @@ class HalfStep(cpu.InC, reference_exact.HalfStep):
         self, f: Tensor, initial: Tensor, floor: Tensor, adjoints: Adjoints, step: Radix, adjoint_step: Linear
     ) -> Tensor:
         self._take_adjoint(adjoint_step)
-        worst = self.partial_maxima()
+        worst = self.partial_maxima(self.examples)
         *others, seed = adjoints
         self._call("invert_compare", step, f, *map(address, (initial, floor, *others, worst)), *typed(seed))
         return worst

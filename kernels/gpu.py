@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._device import is_capturing
-from . import half_step, passes
+from . import half_step, passes, reference
 from .half_step import LANES, Adjoints, Coefficients, Linear
 from .launch import _on, launch_blocks, launch_chunks
 
@@ -20,7 +20,8 @@ RELAX_BLOCK, INVERT_BLOCK = 1024, 512
 RELAXED: tl.constexpr = tl.constexpr(4)
 COMPARED: tl.constexpr = tl.constexpr(2)
 """As many rows of a chunk are loaded before any is stored: 96 bytes of a thread."""
-NUMBERS = ["n", "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c"]
+EACH = ["now", "sixteenth"]
+NUMBERS = ["n", *EACH, "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c", "kept"]
 """For none of whose values a kernel is compiled."""
 
 
@@ -34,26 +35,35 @@ def _moved_by(p_f, p_read, o_x, m_x, b, c):
 
 
 @triton.jit
-def _relax(pointers, numbers, o_x, m_x):
+def _relax(pointers, numbers, o_x, m_x, left):
     """Adds up the squared changes and the squared new states."""
     p_state, p_f, p_read, p_copy = pointers
     a, b, c = numbers
     b_state = passes.load(p_state, o_x, m_x)
     b_next = passes.number(a, tl.float64) * b_state + _moved_by(p_f, p_read, o_x, m_x, b, c)
+    b_next = passes.where(left, 1, b_next, b_state)
     b_change = b_next - b_state
-    return ((p_state, b_next), (p_copy, b_next)), (b_change * b_change, b_next * b_next)
+    squares = passes.where(left, 1, b_change * b_change, 0.0), passes.where(left, 1, b_next * b_next, 0.0)
+    return ((p_state, b_next), (p_copy, b_next)), squares
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def _relax_kernel(p_state, p_f, p_read, p_copy, n, a, b, c, BLOCK: tl.constexpr):
-    passes.each_block(_relax, (p_state, p_f, p_read, p_copy), (a, b, c), n, BLOCK)
+def _relax_kernel(
+    p_state, p_f, p_read, p_copy, p_ends, n, now, sixteenth, a, b, c, BLOCK: tl.constexpr
+):  # fmt: skip
+    each = p_ends, now, sixteenth
+    passes.each_block(_relax, (p_state, p_f, p_read, p_copy), (a, b, c), n, each, BLOCK)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def _relax_norms_kernel(p_state, p_f, p_read, p_copy, p_partial, n, a, b, c, ROWS: tl.constexpr, LANES: tl.constexpr):
+def _relax_norms_kernel(
+    p_state, p_f, p_read, p_copy, p_partial, p_ends, n, now, sixteenth, a, b, c,
+    ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     totals = tl.full((LANES,), 0.0, tl.float64), tl.full((LANES,), 0.0, tl.float64)
     pointers = p_state, p_f, p_read, p_copy
-    totals = passes.each_chunk(_relax, pointers, (a, b, c), totals, n, RELAXED, ROWS, LANES)
+    each = p_ends, now, sixteenth
+    totals = passes.each_chunk(_relax, pointers, (a, b, c), totals, n, each, RELAXED, ROWS, LANES)
     passes.store_totals(p_partial, totals, LANES)
 
 
@@ -96,42 +106,47 @@ def _previous(b_state, p_f, p_read, o_x, m_x, step):
 
 
 @triton.jit
-def _update(adjoints, step, o_x, m_x):
+def _update(adjoints, step, o_x, m_x, left):
     """The adjoint in its own precision, where there is one, to be stored as it is and as the seed."""
     p_adjoint, p_vjp, p_other, p_seed = adjoints
-    a, b, c = step
+    a, b, c, kept = step
     stores = ()
     if p_adjoint is not None:
         b_adjoint = passes.load(p_adjoint, o_x, m_x)
         b_vjp = passes.load(p_vjp, o_x, m_x).to(b_adjoint.dtype)
-        b_next = passes.number(a, b_adjoint.dtype) * b_adjoint + passes.number(b, b_adjoint.dtype) * b_vjp
+        b_old = passes.number(a, b_adjoint.dtype) * b_adjoint
+        if left is not None:
+            b_old = tl.where(left > 1, b_old, passes.number(kept, b_adjoint.dtype) * b_adjoint)
+        b_next = b_old + passes.number(b, b_adjoint.dtype) * b_vjp
         if p_other is not None:
-            b_next += passes.number(c, b_adjoint.dtype) * passes.load(p_other, o_x, m_x)
+            b_mixed = b_next + passes.number(c, b_adjoint.dtype) * passes.load(p_other, o_x, m_x)
+            b_next = passes.where(left, 1, b_mixed, b_next)
         stores += ((p_adjoint, b_next),)
         if p_seed is not None:
-            stores += ((p_seed, b_next),)
+            stores += ((p_seed, passes.where(left, 0, b_next, 0.0)),)
     return stores
 
 
 @triton.jit
-def _invert(pointers, numbers, o_x, m_x):
+def _invert(pointers, numbers, o_x, m_x, left):
     """p_read, if it is not None, is p_copy."""
     p_state, p_f, p_read, p_copy, adjoints = pointers
     step, adjoint_step = numbers
-    b_previous = _previous(passes.load(p_state, o_x, m_x), p_f, p_read, o_x, m_x, step)
-    stores = _update(adjoints, adjoint_step, o_x, m_x)
+    b_state = passes.load(p_state, o_x, m_x)
+    b_previous = passes.where(left, 1, _previous(b_state, p_f, p_read, o_x, m_x, step), b_state)
+    stores = _update(adjoints, adjoint_step, o_x, m_x, left)
     stores += ((p_state, b_previous), (p_copy, b_previous))
     return stores, ()
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _invert_kernel(
-    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_seed, n,
-    a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, BLOCK: tl.constexpr,
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_seed, p_ends, n, now, sixteenth,
+    a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, kept, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pointers = p_state, p_f, p_read, p_copy, (p_adjoint, p_vjp, p_other, p_seed)
-    numbers = (a, b, c, inverse, minus_a), (adjoint_a, adjoint_b, adjoint_c)
-    passes.each_block(_invert, pointers, numbers, n, BLOCK)
+    numbers = (a, b, c, inverse, minus_a), (adjoint_a, adjoint_b, adjoint_c, kept)
+    passes.each_block(_invert, pointers, numbers, n, (p_ends, now, sixteenth), BLOCK)
 
 
 @triton.jit
@@ -147,14 +162,14 @@ def _ratio_bits(b_error, b_value, floor):
 
 
 @triton.jit
-def _compare(pointers, numbers, o_x, m_x):
+def _compare(pointers, numbers, o_x, m_x, left):
     """Keeps the largest relative error, as bits."""
     p_state, p_f, p_read, p_initial, adjoints = pointers
     step, adjoint_step, floor = numbers
     b_state = passes.load(p_state, o_x, m_x)
     b_initial = passes.load(p_initial, o_x, m_x).to(tl.float64)
     b_error = _previous(b_state, p_f, p_read, o_x, m_x, step) - b_initial
-    return _update(adjoints, adjoint_step, o_x, m_x), (_ratio_bits(b_error, b_state, floor),)
+    return _update(adjoints, adjoint_step, o_x, m_x, left), (_ratio_bits(b_error, b_state, floor),)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -163,9 +178,10 @@ def _compare_kernel(
     a, b, c, inverse, minus_a, adjoint_a, adjoint_b, adjoint_c, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     pointers = p_state, p_f, p_read, p_initial, (p_adjoint, p_vjp, p_other, p_seed)
-    numbers = (a, b, c, inverse, minus_a), (adjoint_a, adjoint_b, adjoint_c), tl.load(p_floor)
+    numbers = (a, b, c, inverse, minus_a), (adjoint_a, adjoint_b, adjoint_c, None), tl.load(p_floor)
     totals = (tl.full((LANES,), 0, tl.int32),)
-    totals = passes.each_chunk(_compare, pointers, numbers, totals, n, COMPARED, ROWS, LANES)
+    each = None, None, None
+    totals = passes.each_chunk(_compare, pointers, numbers, totals, n, each, COMPARED, ROWS, LANES)
     passes.store_totals(p_worst, totals, LANES)
 
 
@@ -189,7 +205,7 @@ class Bits:
         return self._bits
 
 
-class HalfStep(half_step.HalfStep):
+class HalfStep(reference.HalfStep):
     def __init__(self, state: Tensor, copy: Tensor) -> None:
         super().__init__(state, copy)
         self._bits = Bits(torch.float64)
@@ -208,19 +224,30 @@ class HalfStep(half_step.HalfStep):
         return *self._bits(step), *self._quotient
 
     def _relax(self, f: Tensor, read: Tensor | None, step: Coefficients) -> None:
-        tensors = self.state, f, read, self.copy
-        launch_blocks(_relax_kernel, self._warps, RELAX_BLOCK, tensors, self._bits(step))
+        if not has_kernels(self):
+            super()._relax(f, read, step)
+            return
+        tensors = self.state, f, read, self.copy, self.ends
+        numbers = *numbers_of_each(self), *self._bits(step)
+        launch_blocks(_relax_kernel, self._warps, RELAX_BLOCK, tensors, numbers, examples=self.examples)
 
     def _relax_norms(self, f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
+        if not has_kernels(self):
+            return super()._relax_norms(f, read, step)
         partial = self.partial_sums()
-        tensors = self.state, f, read, self.copy, partial
-        launch_chunks(_relax_norms_kernel, self._warps, tensors, self._bits(step))
+        tensors = self.state, f, read, self.copy, partial, self.ends
+        numbers = *numbers_of_each(self), *self._bits(step)
+        launch_chunks(_relax_norms_kernel, self._warps, tensors, numbers, examples=self.examples)
         return partial
 
     def _invert(self, f: Tensor, adjoints: Adjoints, step: Coefficients, adjoint_step: Linear) -> None:
-        tensors = self.state, f, self.copy if step.c else None, self.copy, *adjoints
-        numbers = *self._inversion(step), *self._adjoint_bits(adjoint_step)
-        launch_blocks(_invert_kernel, self._warps, INVERT_BLOCK, tensors, numbers)
+        if not has_kernels(self):
+            super()._invert(f, adjoints, step, adjoint_step)
+            return
+        tensors = self.state, f, self.copy if step.c else None, self.copy, *adjoints, self.ends
+        adjoint_bits = *self._adjoint_bits(adjoint_step), kept_of(self)
+        numbers = *numbers_of_each(self), *self._inversion(step), *adjoint_bits
+        launch_blocks(_invert_kernel, self._warps, INVERT_BLOCK, tensors, numbers, examples=self.examples)
 
     def _compare(
         self, f: Tensor, initial: Tensor, floor: Tensor, adjoints: Adjoints, step: Coefficients, adjoint_step: Linear
@@ -230,6 +257,22 @@ class HalfStep(half_step.HalfStep):
         numbers = *self._inversion(step), *self._adjoint_bits(adjoint_step)
         launch_chunks(_compare_kernel, self._warps, tensors, numbers)
         return worst
+
+
+def has_kernels(h: half_step.HalfStep) -> bool:
+    """For examples of 16, 32 ... elements: of others, accesses would be scalar, and sums would take shared memory. The
+    reference steps those."""
+    return h.ends is None or h.state.numel() % (16 * max(h.examples, 1)) == 0
+
+
+def numbers_of_each(h: half_step.HalfStep) -> tuple[int | None, int | None]:
+    """The number of the half-step, and a sixteenth of an example's elements, if examples are told apart."""
+    return (None, None) if h.ends is None else (h.now, h.state.numel() // (16 * max(h.examples, 1)))
+
+
+def kept_of(h: half_step.HalfStep) -> int | None:
+    """The bits of what an adjoint is multiplied by where it rests."""
+    return None if h.ends is None else bits_of(h.kept, torch.promote_types(h.copy.dtype, torch.float32))
 
 
 def warps(device: torch.device) -> int:
@@ -269,7 +312,8 @@ def kernel_trouble(device: torch.device) -> str:
 def _first_kernel_trouble(device: torch.device) -> str:
     """Of the kernel that a solve launches first. It is not launched here, and takes no tensor."""
     number = 2**40  # of 64 bits, as those of coefficients are
-    arguments = torch.float64, torch.float32, None, torch.float32, 1, number, number, number, RELAX_BLOCK
+    tensors, coefficients = (torch.float64, torch.float32, None, torch.float32, None), (number, number, number)
+    arguments = *tensors, 1, None, None, *coefficients, RELAX_BLOCK
     try:
         with _on(device):
             kernel = _relax_kernel.warmup(*arguments, grid=(1,), num_warps=warps(device), enable_fp_fusion=False)

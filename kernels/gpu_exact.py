@@ -29,7 +29,7 @@ from .radix import Radix
 BLOCK = 512
 
 STEP = ["start", "to", "sign", "weight", "by_start", "by_to", "gamma", "rest"]
-NUMBERS = ["n", "half_step", *STEP, "adjoint_a", "adjoint_b", "adjoint_c"]
+NUMBERS = ["n", *gpu.EACH, "half_step", *STEP, "adjoint_a", "adjoint_b", "adjoint_c", "kept"]
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def _alarm(b_f, b_fits):
 
 
 @triton.jit
-def _encode(pointers, numbers, o_x, m_x):
+def _encode(pointers, numbers, o_x, m_x, left):
     p_state, p_x = pointers
     b_x = passes.load(p_x, o_x, m_x)
     b_number, b_fits = _integer(b_x, numbers[0])
@@ -87,18 +87,19 @@ def _encode(pointers, numbers, o_x, m_x):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _encode_kernel(p_state, p_x, p_alarm, n, UNIT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    passes.each_block(_encode, (p_state, p_x), (UNIT,), n, BLOCK, p_alarm, LANES)
+    each = None, None, None
+    passes.each_block(_encode, (p_state, p_x), (UNIT,), n, each, BLOCK, p_alarm, LANES)
 
 
 @triton.jit
-def _decode(pointers, numbers, o_x, m_x):
+def _decode(pointers, numbers, o_x, m_x, left):
     p_state, p_copy = pointers
     return ((p_copy, _decoded(p_copy, passes.load(p_state, o_x, m_x) >> 32, numbers[0])),), ()
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _decode_kernel(p_state, p_copy, n, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    passes.each_block(_decode, (p_state, p_copy), (UNIT,), n, BLOCK)
+    passes.each_block(_decode, (p_state, p_copy), (UNIT,), n, (None, None, None), BLOCK)
 
 
 @triton.jit
@@ -124,7 +125,7 @@ def _stepped(b_state, b_r, b_number, step):
 
 
 @triton.jit
-def _relax(pointers, numbers, o_x, m_x):
+def _relax(pointers, numbers, o_x, m_x, left):
     """Adds up squares as in gpu.py, and keeps the worst alarm: of an f or a Y that does not fit. With a spill, the
     remainder is put aside there and starts again from 0."""
     p_state, p_f, p_read, p_copy, p_spill = pointers
@@ -137,26 +138,32 @@ def _relax(pointers, numbers, o_x, m_x):
     b_step = (b_next - (b_state >> 32)).to(tl.float32) * UNIT
     b_size = b_next.to(tl.int32).to(tl.float32) * UNIT
     b_alarm = _alarm(b_f, b_fits & (b_next >= -2147483648) & (b_next < 2147483648))
+    squares = passes.where(left, 1, b_step * b_step, 0.0), passes.where(left, 1, b_size * b_size, 0.0)
+    b_alarm = passes.where(left, 1, b_alarm, 0)
+    b_next = passes.where(left, 1, b_next, b_state >> 32)
+    b_r = passes.where(left, 1, b_r, b_old)  # also where it is put aside
     stores = ()
     if p_spill is not None:
         stores += ((p_spill, b_old),)
     stores += ((p_state, (b_next << 32) | b_r), (p_copy, _decoded(p_copy, b_next, UNIT)))
-    return stores, (b_step * b_step, b_size * b_size, b_alarm)
+    return stores, (squares[0], squares[1], b_alarm)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _relax_kernel(
-    p_state, p_f, p_read, p_copy, p_spill, p_alarm, n, half_step, start, to, sign, weight, by_start, by_to, gamma, rest,
+    p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_ends, n, now, sixteenth, half_step,
+    start, to, sign, weight, by_start, by_to, gamma, rest,
     UNIT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pointers = p_state, p_f, p_read, p_copy, p_spill
     numbers = (start, to, sign, weight, by_start, by_to, gamma, rest), UNIT
-    passes.each_block(_relax, pointers, numbers, n, BLOCK, p_alarm + half_step * LANES, LANES)
+    each = p_ends, now, sixteenth
+    passes.each_block(_relax, pointers, numbers, n, each, BLOCK, p_alarm + half_step * LANES, LANES)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _relax_norms_kernel(
-    p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_partial, n, half_step,
+    p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_partial, p_ends, n, now, sixteenth, half_step,
     start, to, sign, weight, by_start, by_to, gamma, rest,
     UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -164,7 +171,8 @@ def _relax_norms_kernel(
     numbers = (start, to, sign, weight, by_start, by_to, gamma, rest), UNIT
     b_zero = tl.full((LANES,), 0.0, tl.float32)
     totals = b_zero, b_zero, tl.full((LANES,), 0, tl.int32)
-    totals = passes.each_chunk(_relax, pointers, numbers, totals, n, gpu.RELAXED, ROWS, LANES)
+    each = p_ends, now, sixteenth
+    totals = passes.each_chunk(_relax, pointers, numbers, totals, n, each, gpu.RELAXED, ROWS, LANES)
     passes.store_totals(p_partial, totals[:2], LANES)
     passes.raise_alarm(p_alarm + half_step * LANES, totals[2], passes.offsets(LANES), LANES)
 
@@ -178,31 +186,35 @@ def _previous(b_state, p_f, p_read, o_x, m_x, step, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _invert(pointers, numbers, o_x, m_x):
+def _invert(pointers, numbers, o_x, m_x, left):
     """p_read, if it is not None, is p_copy. With a spill, the remainder comes back from there."""
     p_state, p_f, p_read, p_copy, p_spill, adjoints = pointers
     step, adjoint_step, UNIT = numbers
-    b_y, b_r = _previous(passes.load(p_state, o_x, m_x), p_f, p_read, o_x, m_x, step, UNIT)
+    b_state = passes.load(p_state, o_x, m_x)
+    b_y, b_r = _previous(b_state, p_f, p_read, o_x, m_x, step, UNIT)
     if p_spill is not None:
         b_r = passes.load(p_spill, o_x, m_x).to(tl.int64) & 0xFFFFFFFF
-    stores = gpu._update(adjoints, adjoint_step, o_x, m_x)
+    b_y = passes.where(left, 1, b_y, b_state >> 32)
+    b_r = passes.where(left, 1, b_r, b_state & 0xFFFFFFFF)
+    stores = gpu._update(adjoints, adjoint_step, o_x, m_x, left)
     stores += ((p_state, (b_y << 32) | b_r), (p_copy, _decoded(p_copy, b_y, UNIT)))
     return stores, ()
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _invert_kernel(
-    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_seed, p_spill, n,
-    start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
+    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_seed, p_spill, p_ends, n, now, sixteenth,
+    start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c, kept,
     UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pointers = p_state, p_f, p_read, p_copy, p_spill, (p_adjoint, p_vjp, p_other, p_seed)
     step = start, to, sign, weight, by_start, by_to, gamma, rest
-    passes.each_block(_invert, pointers, (step, (adjoint_a, adjoint_b, adjoint_c), UNIT), n, BLOCK)
+    numbers = step, (adjoint_a, adjoint_b, adjoint_c, kept), UNIT
+    passes.each_block(_invert, pointers, numbers, n, (p_ends, now, sixteenth), BLOCK)
 
 
 @triton.jit
-def _compare(pointers, numbers, o_x, m_x):
+def _compare(pointers, numbers, o_x, m_x, left):
     """As in gpu.py."""
     p_state, p_f, p_read, p_initial, adjoints = pointers
     step, adjoint_step, floor, UNIT = numbers
@@ -211,7 +223,7 @@ def _compare(pointers, numbers, o_x, m_x):
     b_y, b_r = _previous(b_state, p_f, p_read, o_x, m_x, step, UNIT)
     b_error = (b_y - b_start).to(tl.float32) * UNIT + b_r.to(tl.float32)
     b_value = (b_state >> 32).to(tl.int32).to(tl.float32) * UNIT
-    return gpu._update(adjoints, adjoint_step, o_x, m_x), (gpu._ratio_bits(b_error, b_value, floor),)
+    return gpu._update(adjoints, adjoint_step, o_x, m_x, left), (gpu._ratio_bits(b_error, b_value, floor),)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -222,9 +234,10 @@ def _compare_kernel(
 ):  # fmt: skip
     pointers = p_state, p_f, p_read, p_initial, (p_adjoint, p_vjp, p_other, p_seed)
     step = start, to, sign, weight, by_start, by_to, gamma, rest
-    numbers = step, (adjoint_a, adjoint_b, adjoint_c), tl.load(p_floor), UNIT
+    numbers = step, (adjoint_a, adjoint_b, adjoint_c, None), tl.load(p_floor), UNIT
     totals = (tl.full((LANES,), 0, tl.int32),)
-    totals = passes.each_chunk(_compare, pointers, numbers, totals, n, gpu.COMPARED, ROWS, LANES)
+    each = None, None, None
+    totals = passes.each_chunk(_compare, pointers, numbers, totals, n, each, gpu.COMPARED, ROWS, LANES)
     passes.store_totals(p_worst, totals, LANES)
 
 
@@ -273,22 +286,32 @@ class HalfStep(reference_exact.HalfStep):
         return self._numbers
 
     def _relax(self, f: Tensor, read: Tensor | None, step: Radix) -> None:
+        if not gpu.has_kernels(self):
+            super()._relax(f, read, step)
+            return
         there, _ = self._numbers_of(step, f)
-        tensors = self.state, f, read, self.copy, self._put_aside(step), self.alarm
-        launch_blocks(_relax_kernel, self._warps, BLOCK, tensors, (self.done, *there), (self._unit, LANES))
+        tensors = self.state, f, read, self.copy, self._put_aside(step), self.alarm, self.ends
+        numbers = *gpu.numbers_of_each(self), self.done, *there
+        launch_blocks(_relax_kernel, self._warps, BLOCK, tensors, numbers, (self._unit, LANES), self.examples)
 
     def _relax_norms(self, f: Tensor, read: Tensor | None, step: Radix) -> Tensor:
+        if not gpu.has_kernels(self):
+            return super()._relax_norms(f, read, step)
         there, _ = self._numbers_of(step, f)
         partial = self.partial_sums()
-        tensors = self.state, f, read, self.copy, self._put_aside(step), self.alarm, partial
-        launch_chunks(_relax_norms_kernel, self._warps, tensors, (self.done, *there), (self._unit,))
+        tensors = self.state, f, read, self.copy, self._put_aside(step), self.alarm, partial, self.ends
+        numbers = *gpu.numbers_of_each(self), self.done, *there
+        launch_chunks(_relax_norms_kernel, self._warps, tensors, numbers, (self._unit,), self.examples)
         return partial
 
     def _invert(self, f: Tensor, adjoints: Adjoints, step: Radix, adjoint_step: Linear) -> None:
+        if not gpu.has_kernels(self):
+            super()._invert(f, adjoints, step, adjoint_step)
+            return
         _, back = self._numbers_of(step, f)
         tensors = self.state, f, self.copy if step.c else None, self.copy, *adjoints, self._take_back(step)
-        numbers = *back, *self._adjoint_bits(adjoint_step)
-        launch_blocks(_invert_kernel, self._warps, BLOCK, tensors, numbers, (self._unit,))
+        numbers = *gpu.numbers_of_each(self), *back, *self._adjoint_bits(adjoint_step), gpu.kept_of(self)
+        launch_blocks(_invert_kernel, self._warps, BLOCK, (*tensors, self.ends), numbers, (self._unit,), self.examples)
 
     def _compare(
         self, f: Tensor, initial: Tensor, floor: Tensor, adjoints: Adjoints, step: Radix, adjoint_step: Linear

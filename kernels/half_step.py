@@ -178,8 +178,8 @@ class HalfStep:
             self._partial = self.state.new_empty((2, chunks, LANES), dtype=self.sums)
         return self._partial
 
-    def partial_maxima(self) -> Tensor:
-        return self.state.new_empty((chunk_count(self.state, self.examples), LANES), dtype=torch.int32)
+    def partial_maxima(self, examples: int = 1) -> Tensor:
+        return self.state.new_empty((chunk_count(self.state, examples), LANES), dtype=torch.int32)
 
     def relax(self, f: Tensor, read: Tensor | None, step: Any) -> None:
         self._relax(self.in_order(f), self.in_order(read) if step.c and read is not None else None, step)

@@ -30,23 +30,38 @@ _compiled: dict[Any, Any] = {}
 
 
 def launch_blocks(
-    kernel: Any, warps: int, block: int, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...] = ()
+    kernel: Any,
+    warps: int,
+    block: int,
+    tensors: Tensors,
+    numbers: Numbers,
+    constants: tuple[Any, ...] = (),
+    examples: int = 1,
 ) -> None:
-    """A program for each block of the first tensor, the state.
+    """A program for each block of the first tensor, the state, or of each of its examples.
 
     The kernel takes the tensors; the number of elements and other numbers, for none of which it is specialised; its own
     constants and the size of a block.
     """
     n = tensors[0].numel()
-    if n < SMALL:
+    length = n // max(examples, 1)
+    if n < SMALL or (examples > 1 and length < block):
         block = SMALL_BLOCK
-    _launch(kernel, warps, -(-n // block), tensors, (n, *numbers), (*constants, block))
+    _launch(kernel, warps, examples * -(-length // block), tensors, (n, *numbers), (*constants, block))
 
 
-def launch_chunks(kernel: Any, warps: int, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...] = ()) -> None:
+def launch_chunks(
+    kernel: Any,
+    warps: int,
+    tensors: Tensors,
+    numbers: Numbers,
+    constants: tuple[Any, ...] = (),
+    examples: int = 1,
+) -> None:
     """A program for each chunk of rows, which leaves a sum or a maximum for each lane."""
     n, rows, lanes = tensors[0].numel(), half_step.ROWS, half_step.LANES
-    _launch(kernel, warps, -(-n // (rows * lanes)), tensors, (n, *numbers), (*constants, rows, lanes))
+    programs = examples * -(-n // (max(examples, 1) * rows * lanes))
+    _launch(kernel, warps, programs, tensors, (n, *numbers), (*constants, rows, lanes))
 
 
 def _launch(

@@ -9,6 +9,10 @@ A program takes a block of elements, two neighbours per thread: 16-byte accesses
 float32, in one layout, so nothing passes through shared memory. Where sums or maxima are taken, a program goes through
 a chunk of ROWS such blocks of LANES elements, a few of them at a time, and each lane has totals of its own. Only the
 last program is masked; a mask would make every access scalar.
+
+Where the examples of a batch take part in different numbers of half-steps (`HalfStep.each`), a program has elements of
+one example, and an operation is told in how many half-steps, from this one on, that one still takes part: all that
+matters is whether it is more than 1, more than 0, or at least 0. Elsewhere it is told None, and compiled without it.
 """
 
 import triton
@@ -17,21 +21,41 @@ import triton.language as tl
 
 @triton.jit
 def each_block(
-    OPERATION: tl.constexpr, pointers, numbers, n, BLOCK: tl.constexpr, p_alarm=None, LANES: tl.constexpr = None
+    OPERATION: tl.constexpr, pointers, numbers, n, each, BLOCK: tl.constexpr, p_alarm=None, LANES: tl.constexpr = None
 ):  # fmt: skip
     """An operation on a program's block. Nothing is added up; with `p_alarm`, the last of what would be is an alarm."""
-    first = tl.program_id(0).to(tl.int64) * BLOCK
+    first, end, left = _part(n, each, BLOCK)
     o_x = first + offsets(BLOCK)
-    if first + BLOCK <= n:
-        _block(OPERATION, pointers, numbers, o_x, None, p_alarm, LANES)
+    if first + BLOCK <= end:
+        _block(OPERATION, pointers, numbers, o_x, None, left, p_alarm, LANES)
     else:
-        _block(OPERATION, pointers, numbers, o_x, n, p_alarm, LANES)
+        _block(OPERATION, pointers, numbers, o_x, end, left, p_alarm, LANES)
 
 
 @triton.jit
-def _block(OPERATION: tl.constexpr, pointers, numbers, o_x, n, p_alarm, LANES: tl.constexpr):
+def _part(n, each, SIZE: tl.constexpr):
+    """Where a program's elements begin, where their example ends, and in how many half-steps it still takes part.
+
+    each: how many half-steps each example takes part in, the number of this one, and a sixteenth of the number of
+    elements of an example: the compiler then knows that accesses may be as wide as elsewhere."""
+    p_ends, now, sixteenth = each
+    if p_ends is None:
+        return tl.program_id(0).to(tl.int64) * SIZE, n, None
+    else:  # noqa: RET505
+        length = sixteenth.to(tl.int64) * 16
+        programs = ((length + (SIZE - 1)) // SIZE).to(tl.int32)
+        example = tl.program_id(0) // programs
+        begin = example.to(tl.int64) * length
+        first = begin + (tl.program_id(0) - example * programs).to(tl.int64) * SIZE
+        return first, begin + length, tl.load(p_ends + example) - now
+
+
+@triton.jit
+def _block(
+    OPERATION: tl.constexpr, pointers, numbers, o_x, n, left, p_alarm, LANES: tl.constexpr
+):  # fmt: skip
     m_x = _mask(o_x, n)
-    stores, added = OPERATION(pointers, numbers, o_x, m_x)
+    stores, added = OPERATION(pointers, numbers, o_x, m_x, left)
     _store_all(stores, o_x, m_x)
     if p_alarm is not None:
         raise_alarm(p_alarm, added[-1], o_x, LANES)
@@ -39,40 +63,42 @@ def _block(OPERATION: tl.constexpr, pointers, numbers, o_x, n, p_alarm, LANES: t
 
 @triton.jit
 def each_chunk(
-    OPERATION: tl.constexpr, pointers, numbers, totals, n, GROUP: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
+    OPERATION: tl.constexpr, pointers, numbers, totals, n, each,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """An operation on the rows of a program's chunk, GROUP of them at a time. Returns the totals, which begin as given:
     floats are added up, row by row, and of integers the largest is kept."""
-    first = tl.program_id(0).to(tl.int64) * (ROWS * LANES)
-    if first + ROWS * LANES <= n:
-        totals = _groups(OPERATION, pointers, numbers, totals, first, None, ROWS // GROUP, GROUP, LANES)
+    first, end, left = _part(n, each, ROWS * LANES)
+    if first + ROWS * LANES <= end:
+        totals = _groups(OPERATION, pointers, numbers, totals, first, None, left, ROWS // GROUP, GROUP, LANES)
     else:
         # In the last chunk the compiler does not know the number of rows: it would take many registers to unroll them.
-        groups = ((n - first + (GROUP * LANES - 1)) // (GROUP * LANES)).to(tl.int32)
-        totals = _groups(OPERATION, pointers, numbers, totals, first, n, groups, GROUP, LANES)
+        groups = ((end - first + (GROUP * LANES - 1)) // (GROUP * LANES)).to(tl.int32)
+        totals = _groups(OPERATION, pointers, numbers, totals, first, end, left, groups, GROUP, LANES)
     return totals
 
 
 @triton.jit
 def _groups(
-    OPERATION: tl.constexpr, pointers, numbers, totals, first, n, groups, GROUP: tl.constexpr, LANES: tl.constexpr
+    OPERATION: tl.constexpr, pointers, numbers, totals, first, n, left, groups,
+    GROUP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     for group in tl.range(groups):
         o_x = first + group * (GROUP * LANES) + offsets(LANES)
-        totals = _rows(OPERATION, pointers, numbers, totals, o_x, n, GROUP - 1, LANES)
+        totals = _rows(OPERATION, pointers, numbers, totals, o_x, n, left, GROUP - 1, LANES)
     return totals
 
 
 @triton.jit
 def _rows(
-    OPERATION: tl.constexpr, pointers, numbers, totals, o_x, n, MORE: tl.constexpr, LANES: tl.constexpr
+    OPERATION: tl.constexpr, pointers, numbers, totals, o_x, n, left, MORE: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """A row, and MORE of them after it, which are loaded before this one is stored."""
     m_x = _mask(o_x, n)
-    stores, added = OPERATION(pointers, numbers, o_x, m_x)
+    stores, added = OPERATION(pointers, numbers, o_x, m_x, left)
     totals = _with(totals, added)
     if MORE > 0:
-        totals = _rows(OPERATION, pointers, numbers, totals, o_x + LANES, n, MORE - 1, LANES)
+        totals = _rows(OPERATION, pointers, numbers, totals, o_x + LANES, n, left, MORE - 1, LANES)
     _store_all(stores, o_x, m_x)
     return totals
 
@@ -90,6 +116,12 @@ def _with(totals, added):
     for i in tl.static_range(len(totals)):
         sums += (tl.maximum(totals[i], added[i]) if totals[i].dtype == tl.int32 else totals[i] + added[i],)
     return sums
+
+
+@triton.jit
+def where(left, least: tl.constexpr, b_x, b_rest):
+    """Of an example that takes part in so many half-steps, or where all do, x, and of one that does not, the rest."""
+    return b_x if left is None else tl.where(left >= least, b_x, b_rest)
 
 
 @triton.jit

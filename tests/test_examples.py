@@ -129,7 +129,11 @@ def test_a_model_is_tuned_in_bfloat16_from_a_checkpoint_in_float32():
 
 
 def test_inference_stops_at_the_tolerance_or_at_the_budget():
-    _, *table, _, (warm, cold) = run("inference")
+    lines = [line for line in run("inference") if line]
+    table, each, (warm, cold) = lines[:4], lines[4:7], lines[7]
+    for tol, _, mean, least, most, accuracy in each:
+        assert 2 <= least <= mean <= most < 100 and accuracy > 85, tol
+    assert each[2][3] < each[2][4]
     tol, budget, evaluations, residual, accuracy = zip(*table, strict=True)
     assert all(r < t for r, t in zip(residual[:3], tol[:3], strict=True))
     assert list(evaluations[:3]) == sorted(set(evaluations[:3])) and max(evaluations) < 2 * budget[0]

@@ -43,7 +43,7 @@ def refuse_ambiguous(args: Any, kwargs: Any, initial: State) -> None:
         return
     for kind, given in (("args", args), ("kwargs", kwargs)):
         for path, x in tree_flatten_with_path(given)[0]:
-            if _has_batch(x, size) and x.shape not in [leaf.shape for leaf in initial]:
+            if _has_batch(x, size) and not any(_is_spread_over(x, leaf) for leaf in initial):
                 raise ValueError(
                     f"{kind}{keystr(path)} has shape {tuple(x.shape)}, and {size} is the size of the batch and of "
                     "another dimension of z0: with compact=True it cannot be told whether to cut it; use another batch "
@@ -53,6 +53,11 @@ def refuse_ambiguous(args: Any, kwargs: Any, initial: State) -> None:
 
 def _has_batch(x: Any, size: int) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == size
+
+
+def _is_spread_over(x: Tensor, leaf: Tensor) -> bool:
+    """Whether it is shaped like the state, or 1 where the state is more: there is no doubt about its dimensions."""
+    return x.dim() == leaf.dim() and all(n in (1, m) for n, m in zip(x.shape, leaf.shape, strict=True))
 
 
 class Whole:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .. import _device, kernels
-from ..kernels import reference
 from ..kernels import reference_exact as exact
 from ..kernels.half_step import Coefficients, HalfStep, Linear
 from ..kernels.radix import LARGEST_DENOMINATOR, Plan, Radix
@@ -244,15 +243,8 @@ def scheme_for(options: Options, initial: Sequence[Tensor]) -> Scheme:
     kernels.backends.say_once_what_is_missing(device, "float64")
     plan = _plan(options)
     if plan.radix is None or (options.state == "auto" and _is_safe(options, plan, initial)):
-        return Float64(plan.step, _half_step(device, "float64", options), plan.schedule)
-    return Integers(plan.radix, _half_step(device, "exact", options), plan.radix_schedule)
-
-
-def _half_step(device: torch.device, state: str, options: Options) -> Any:
-    found = kernels.half_step_for(device, state)
-    if options.per_example and found.__module__.rpartition(".")[2].startswith("gpu"):
-        return (reference if state == "float64" else exact).HalfStep
-    return found
+        return Float64(plan.step, kernels.half_step_for(device, "float64"), plan.schedule)
+    return Integers(plan.radix, kernels.half_step_for(device, "exact"), plan.radix_schedule)
 
 
 class _Plan(NamedTuple):

@@ -1,4 +1,5 @@
-"""Inference with a tolerance and a budget: a solve ends when z has settled, and never takes more steps than allowed.
+"""Inference with a tolerance and a budget: a solve ends when z has settled, and never takes more steps than allowed. So
+does each example of a batch by itself.
 
 python -m revdeq.examples.inference
 """
@@ -62,6 +63,18 @@ def main() -> None:
             right = model(digits.test_images)[0].argmax(1) == digits.test_labels
             evaluations, residual = work(model)
             print(f"{tol:<6g} {budget:8}  {evaluations:16}  {residual:8.0e}  {right.float().mean():13.1%}")
+
+        # Each image by itself: an easy one stops before a hard one, and from then on f is not evaluated for it.
+        print("\ntol    budget N  evaluations of an image: mean, least, most  test accuracy")
+        model.deq.per_example = model.deq.compact = True
+        for tol, budget in ((0.1, 50), (1e-2, 50), (1e-4, 50)):
+            model.deq.tol, model.deq.max_steps = tol, budget
+            right = model(digits.test_images)[0].argmax(1) == digits.test_labels
+            assert model.deq.last is not None
+            each = 2 * model.deq.last.steps
+            counts = f"{each.float().mean():30.1f}{each.min():7}{each.max():6}"
+            print(f"{tol:<6g} {budget:8}  {counts}  {right.float().mean():13.1%}")
+        model.deq.per_example = model.deq.compact = False
 
         # Frames of a video, or a user's next keystroke: begin where the last solve ended.
         model.deq.tol, model.deq.max_steps = 1e-3, 50

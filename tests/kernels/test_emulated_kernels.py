@@ -12,6 +12,8 @@ import torch
 from emulator import emulating
 from gpu_targets import TARGETS, skip_without_the_compiler
 from test_kernels import DTYPES, OPERATIONS, run, same_bits, tensors, wide_range
+from test_resting import OPERATIONS as OF_EXAMPLES
+from test_resting import run as run_examples
 from torch import nn
 
 skip_without_the_compiler()
@@ -252,6 +254,24 @@ def test_ptx_gives_the_bits_of_the_exact_reference(operation, gpu_name, f_dtype,
             radix = Radix.nearest(beta, 24, 1.3 if n % 2 else 1.0)
             case = operation, f_dtype, copy_dtype, n, radix
             compare(run_exact(gpu_exact.HalfStep, *case), run_exact(exact.HalfStep, *case))
+
+
+@pytest.mark.parametrize("state", ["float64", "exact"])
+@pytest.mark.parametrize("operation", OF_EXAMPLES)
+def test_ptx_lets_examples_rest(operation, state, monkeypatch):
+    """A block and a tail of each, or less than a block; and 8 elements too many, which the reference steps. An f that
+    does not fit raises no alarm where it is not looked at."""
+    monkeypatch.setattr(half_step, "ROWS", FEW_ROWS)
+    for gpu_name, length, now in zip(GPUS, (1048, 1104, 48), (4, 5, 4), strict=True):
+        dtype = DTYPES[length % 3]
+        case = tensors((5, length), dtype, torch.float32, "cpu")
+        classes, step = (gpu.HalfStep, reference.HalfStep), MIXED
+        if state == "exact":
+            case = [x.clamp(-9, 9) if x.dim() else x for x in case]
+            classes, step = (gpu_exact.HalfStep, exact.HalfStep), Radix.nearest(BETA, 20, 1.3)
+        case[1][3] = torch.inf  # an example that has ended
+        with emulated(gpu_name):
+            compare(*(run_examples(each, operation, case, step, now, seed=torch.bfloat16) for each in classes))
 
 
 @pytest.mark.parametrize("gpu_name", one_of(GPUS))

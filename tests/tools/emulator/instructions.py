@@ -39,6 +39,13 @@ def _high_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.array([x * y >> bits for x, y in zip(a.tolist(), b.tolist(), strict=True)], a.dtype)
 
 
+def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Rounded towards zero, of numbers for which that is the floor."""
+    if (a < 0).any() or (b <= 0).any():
+        raise ArithmeticError("the emulator divides by numbers above 0, and none below it")
+    return a // b
+
+
 def _shift_left(a: np.ndarray, count: np.ndarray) -> np.ndarray:
     """numpy leaves open what PTX does not: a shift by all bits and more."""
     return np.where(count < 8 * a.itemsize, a << count.astype(a.dtype), 0).astype(a.dtype)
@@ -63,6 +70,7 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     r"add\.(s32|s64)": np.add,
     r"sub\.(s32|s64)": np.subtract,
     r"mul\.lo\.(s32|s64)": np.multiply,
+    r"div\.(s32)": _quotient,
     r"mul\.hi\.(u32|u64)": _high_product,
     r"mad\.lo\.(s32|s64)": lambda a, b, c: a * b + c,
     r"max\.(s32|u32)": np.maximum,

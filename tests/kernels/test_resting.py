@@ -6,23 +6,12 @@ import pytest
 import torch
 from test_kernels import CHUNK, DTYPES, LAYOUTS, MIXED, STEP, same_bits, tensors, wide_range
 
-from revdeq.kernels import Coefficients, Radix, cpu, cpu_exact, reference, reference_exact
+from revdeq.kernels import Coefficients, Radix, reference, reference_exact
 
 ADJOINT = Coefficients(0.3, 0.7, 0.2)
 ENDS = (4, 8, 6, 2, 10)
 OPERATIONS = ("relax", "relax_norms", "invert", "invert_adjoint")
-NOWS = (4, 5)
-"""A half-step of y and one of z, in which 6, 8 and 10 move, and 8 and 10 after the second."""
-
-
-@pytest.fixture(params=["cpu"])
-def half_step(request):
-    return cpu.HalfStep, torch.device("cpu")
-
-
-@pytest.fixture(params=["cpu"])
-def exact_half_step(request):
-    return cpu_exact.HalfStep, torch.device("cpu")
+"""In half-steps 4 and 5, one of y and one of z, 6, 8 and 10 move, and 8 and 10 after the second."""
 
 
 def ends_of(examples, device):
@@ -53,6 +42,7 @@ def run(half_step, operation, case, step, now, seed=None, kept=1.25):
         "invert_adjoint": (adjoint, vjp, other, step, ADJOINT, seed),
     }[operation]
     returned = getattr(bound, operation)(f, *extra)
+    assert not isinstance(step, Radix) or not bound.alarm.any()
     return [x for x in (state, copy, adjoint, seed, returned) if x is not None]
 
 
@@ -65,12 +55,11 @@ def compare(half_step, reference_half_step, operation, case, step, now, **more):
             same_bits(result, reference_result)
 
 
-@pytest.mark.parametrize("now", NOWS)
-@pytest.mark.parametrize("step", [STEP, MIXED], ids=["gamma 1", "gamma 1.3"])
+@pytest.mark.parametrize(("step", "now"), [(STEP, 4), (MIXED, 5)], ids=["gamma 1", "gamma 1.3"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_bits_of_every_dtype(half_step, operation, step, now):
     half_step, device = half_step
-    for f_dtype, copy_dtype in itertools.product(DTYPES, DTYPES):
+    for f_dtype, copy_dtype in zip(DTYPES, DTYPES[1:] + DTYPES[:1], strict=True):
         case = tensors((5, 131), f_dtype, copy_dtype, device)
         compare(half_step, reference.HalfStep, operation, case, step, now, seed=f_dtype)
 
@@ -78,17 +67,16 @@ def test_bits_of_every_dtype(half_step, operation, step, now):
 RADICES = [Radix.nearest(0.5, 24), Radix.nearest(0.8, 20, 1.3), Radix.nearest(1.2, 24), Radix.nearest(0.6, 24, 0.7)]
 
 
-@pytest.mark.parametrize("now", NOWS)
 @pytest.mark.parametrize("radix", RADICES, ids=lambda r: f"{r.sign * r.p}/{r.d}")
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_bits_of_integers(exact_half_step, operation, radix, now):
+def test_bits_of_integers(exact_half_step, operation, radix):
     half_step, device = exact_half_step
-    for dtype in DTYPES:
+    for now, dtype in zip((4, 5, 4, 5), DTYPES, strict=True):
         case = [x.clamp(-9, 9) if x.dim() else x for x in tensors((5, 131), dtype, dtype, device)]
         compare(half_step, reference_exact.HalfStep, operation, case, radix, now)
 
 
-SHAPES = [(0, 3), (3, 0), (1, 1), (1, 700), (7, 1), (300, 2), (2, CHUNK), (3, CHUNK + 1)]
+SHAPES = [(0, 3), (3, 0), (1, 1), (1, 700), (7, 1), (23, 2), (2, CHUNK), (2, CHUNK + 1)]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -138,14 +126,14 @@ def test_what_rests_by_hand(half_step):
 def test_sums_do_not_depend_on_the_neighbours(half_step):
     """Wherever an example stands, and among how many, its sums are the same to the last bit."""
     half_step, device = half_step
-    state, f = (wide_range((9, CHUNK + 300), torch.float64, device, seed).float() for seed in (1, 2))
+    state, f = (wide_range((5, CHUNK + 300), torch.float64, device, seed).float() for seed in (1, 2))
 
     def sums(rows):
         bound = half_step(state[rows].double(), state[rows].clone())
         bound.each(torch.full((len(rows),), 2, dtype=torch.int32, device=device), 1)
         return bound.relax_norms(f[rows], None, STEP).view(2, len(rows), -1).sum(-1)
 
-    together = sums([*range(9)])
-    for i in range(9):
+    together = sums([*range(5)])
+    for i in range(5):
         assert torch.equal(sums([i])[:, 0], together[:, i])
-    assert torch.equal(sums([3, 8])[:, 1], together[:, 8])
+    assert torch.equal(sums([3, 4])[:, 1], together[:, 4])
