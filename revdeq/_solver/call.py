@@ -43,6 +43,7 @@ class Call:
         given: tuple[Any, dict[str, Any]] = (args, dict(kwargs))
         given, self._leaves = (given, list(args)) if plain else _own(given)
         self._args, self._kwargs = given
+        self._caches = [] if plain or indexed else [x for x in (*args, *kwargs.values()) if _cached(x) is not None]
         self.settings, self.draw = Settings(initial[0].device), Draw(initial[0].device)
         self.autocasts = self.settings.autocasts
         self.changes_its_input = False
@@ -103,7 +104,7 @@ class Call:
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
         """Context manager around the first evaluation: checks whether f can be repeated."""
-        versions = self._versions()
+        versions, cached = self._versions(), [_cached(x) for x in self._caches]
         try:
             self._unchanged = Unchanged(*self._reachable, self._leaves)
             with self._unchanged:
@@ -116,6 +117,11 @@ class Call:
         if torch.is_grad_enabled():
             self._tensors = module_tensors(self.f)
         self._refuse_changes(versions)
+        if cached != [_cached(x) for x in self._caches]:
+            raise RuntimeError(
+                "f appends to a cache of keys and values, which every evaluation would repeat: use indexed=True and a "
+                "cache for each evaluation, as revdeq.models.Equilibrium does, or pass a copy that f does not append to"
+            )
 
     def end(self) -> None:
         """Called after the last evaluation of the forward pass."""
@@ -204,6 +210,12 @@ class AsBefore:
                 del x._backward_hooks[key]  # type: ignore[union-attr]
         if self._restored is not None:
             self._restored.__exit__(*exception)
+
+
+def _cached(x: Any) -> int | None:
+    """The number of positions in a cache of Hugging Face's."""
+    length = getattr(x, "get_seq_length", None)
+    return int(length()) if callable(length) else None
 
 
 def _pair(result: Any) -> tuple[Any, Any]:

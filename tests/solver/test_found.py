@@ -339,3 +339,24 @@ def test_a_solve_imports_nothing():
     """It may run in a signal handler, while something is being imported."""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(IMPORTS)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_cache_of_keys_and_values_that_grows_is_refused():
+    class Cache:
+        def __init__(self):
+            self.keys = []
+
+        def get_seq_length(self):
+            return len(self.keys)
+
+    def f(z, x, cache, evaluation=None):
+        cache.keys.append(z.detach())
+        return 0.5 * z + x
+
+    for call in ({"max_steps": 2}, {"max_steps": 2, "tol": 1e-3}):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="f appends to a cache.*indexed=True"):
+            revdeq.solve(f, torch.zeros(3), torch.ones(3), Cache(), **call)
+    cache = Cache()
+    with torch.no_grad():
+        revdeq.solve(f, torch.zeros(3), torch.ones(3), cache, max_steps=2, indexed=True)
+    assert cache.get_seq_length() == 4
