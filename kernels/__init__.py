@@ -1,8 +1,8 @@
 """Fused half-steps of the reversible iteration.
 
-`relax` and `relax_norms` are the update, `invert` its inverse, `invert_adjoint` the fused backward pass, and
-`invert_compare` the end of it, where the reconstruction meets the state that it should arrive at. half_step.py says
-what they take. They are a grid, with the same bits in every column:
+`relax` and `relax_norms` are the update, `invert` is its inverse, `invert_adjoint` the fused backward step, and
+`invert_compare` the last backward step, which compares the reconstruction with the initial state. half_step.py
+describes their arguments. All backends compute the same bits:
 
     state      specification          C                           Triton
     float64    reference.py           cpu.py, cpu.c               gpu.py
@@ -19,8 +19,8 @@ if __name__ == "revdeq.kernels":
 
     __all__ = ["Coefficients", "Radix", "backend", "half_step_for"]
 else:
-    # In the checkout's own folder this one hides what others mean by `import kernels`: Hugging Face's package of that
-    # name, which transformers looks for. They get it from further down the path, or an empty one.
+    # With the checkout as the current folder, this package hides Hugging Face's package `kernels`, which transformers
+    # imports. Load that one from further down the path, or an empty module.
     import sys
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec

@@ -1,4 +1,4 @@
-"""The backends: for each, where it runs, which states it has, and if it cannot run, why not and what to do."""
+"""The registry of backends: their devices, their states, and why one is unavailable."""
 
 import contextlib
 import functools
@@ -31,10 +31,10 @@ class Trouble(NamedTuple):
 class Backend:
     """An implementation of the half-steps.
 
-    devices: the types of devices that it is for; None is all.
-    states: the module whose `HalfStep` steps each kind of state.
+    devices: the device types that it supports; None is all.
+    states: the module with the `HalfStep` of each state.
     missing: the trouble if it is not installed. misplaced: the trouble on a device where it does not run.
-    repair: what to do if its bits are not those of the reference.
+    repair: what to do if its bits differ from the reference.
     """
 
     name: str
@@ -116,7 +116,7 @@ REFERENCE = Backend(
     "reinstall torch",
 )
 BACKENDS = {backend.name: backend for backend in (TRITON, C, REFERENCE)}
-"""By name. Of those that are for a device and can run there, the first is taken."""
+"""By name. The first one that can run on a device is used."""
 
 _forced: ContextVar[str | None] = ContextVar("revdeq_backend", default=None)
 
@@ -133,7 +133,7 @@ def backend(name: str) -> Iterator[None]:
 
     Raises:
         ValueError: There is no backend of this name.
-        RuntimeError: At the first call inside, if the backend cannot run there. The message says why and what to do.
+        RuntimeError: At the first call inside, if the backend cannot run. The message says why and what to do.
 
     Example:
         >>> with revdeq.kernels.backend("reference"):
@@ -147,18 +147,18 @@ def backend(name: str) -> Iterator[None]:
 
 
 def half_step_for(device: torch.device, state: str = "float64") -> type[Any]:
-    """The class of the half-steps that run on a device: those of the backend that is forced, or of the fastest.
+    """The class of half-steps for a device: of the forced backend, or of the fastest one.
 
     Args:
-        device: Where the tensors are.
+        device: The device of the tensors.
         state: "float64" or "exact".
 
     Returns:
         A subclass of `HalfStep`, which binds a state and its copy and steps them.
 
     Raises:
-        RuntimeError: A backend is forced that cannot run there.
-        ValueError: REVDEQ_BACKEND names none.
+        RuntimeError: The forced backend cannot run there.
+        ValueError: REVDEQ_BACKEND is not a backend.
 
     Example:
         >>> HalfStep = revdeq.kernels.half_step_for(torch.device("cpu"))
@@ -171,7 +171,7 @@ def half_step_for(device: torch.device, state: str = "float64") -> type[Any]:
 
 
 def backend_for(device: torch.device, state: str = "float64") -> Backend:
-    """The one that is forced, or the fastest that runs there and has this state. The reference has them all."""
+    """The forced backend, or the fastest one that runs there and has this state. The reference has all states."""
     name = _forced.get()
     if name is None and (setting := os.environ.get("REVDEQ_BACKEND")):
         name = _known(setting, "REVDEQ_BACKEND")
@@ -190,7 +190,7 @@ def _meant_for(device: torch.device, state: str) -> list[Backend]:
 
 
 def say_once_what_is_missing(device: torch.device, state: str) -> None:
-    """Warn, the first time, if a slower backend runs on this device than the one that is meant for it."""
+    """Warn once if a slower backend than the one for this device is used."""
     if _forced.get() is None and not os.environ.get("REVDEQ_BACKEND"):
         _say(device, state)
 
@@ -199,11 +199,11 @@ def say_once_what_is_missing(device: torch.device, state: str) -> None:
 def _say(device: torch.device, state: str) -> None:
     best, *others = _meant_for(device, state)
     trouble = best.trouble_on(device)
-    if trouble is None or (best is C and cpu.trouble):  # a library that is broken was told when it was loaded
+    if trouble is None or (best is C and cpu.trouble):  # a broken library has warned when it was loaded
         return
     instead = next(b.title for b in others if b.trouble_on(device) is None)
     warnings.warn(
-        f"{trouble.why}, and {instead} run instead, which are slower (an exact state by 2 to 3 times): "
+        f"{trouble.why}, so {instead} run instead, which are slower (2 to 3 times with an exact state): "
         f"{trouble.remedy}",
         RuntimeWarning,
         stacklevel=6,

@@ -6,7 +6,7 @@ import warnings
 from ctypes import c_double, c_int, c_int32, c_int64, c_void_p
 from typing import Any
 
-import torch  # before the library: it brings the OpenMP runtime that the library shares
+import torch  # before the library, which shares torch's OpenMP runtime
 from torch import Tensor, get_num_threads
 
 from . import half_step
@@ -41,7 +41,7 @@ class Bound(ctypes.Structure):  # half_step of cpu.c
 
 
 def load(path: str) -> Any:
-    """The library, or an error that says why it is none of ours."""
+    """Load the library. Raises if it does not match this version."""
     library = ctypes.CDLL(path)
     for prefix, operations in (("revdeq_", OPERATIONS), ("revdeq_exact_", EXACT_OPERATIONS)):
         for name, pointers in operations.items():
@@ -63,17 +63,17 @@ def _found() -> Any:
 
 
 def remedy(trouble: str) -> str:
-    if "libgomp" in trouble:  # torch's own may have another name, as on ARM before 2.10
+    if "libgomp" in trouble:  # torch's copy may have another name, as on ARM
         return "install GCC's OpenMP runtime (libgomp1)"
-    return "reinstall revdeq, which builds it"
+    return "reinstall revdeq to build it again"
 
 
 try:
     library, trouble = _found(), ""
-except (OSError, AttributeError, ValueError) as error:  # built on another machine, or from another source
+except (OSError, AttributeError, ValueError) as error:  # built on another machine, or for another version
     library, trouble = None, str(error)
     warnings.warn(
-        f"the C kernel cannot be loaded ({trouble}), and PyTorch's slower operations run instead: {remedy(trouble)}",
+        f"the C kernel cannot be loaded ({trouble}), so PyTorch's slower operations run instead: {remedy(trouble)}",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -100,7 +100,7 @@ class InC(half_step.HalfStep):
 
     def each(self, ends: Tensor, now: int, kept: float = 1.0) -> None:
         super().each(ends, now, kept)
-        c_int32.in_dll(library, "revdeq_has_examples")  # or an error: a library of before knows nothing of them
+        c_int32.in_dll(library, "revdeq_has_examples")  # raises for a library of an earlier version
         length = self.state.numel() // max(self.examples, 1)
         self._bound.each = Examples(self.examples, length, ends.data_ptr(), kept, now)
 
@@ -116,7 +116,7 @@ class HalfStep(InC):
         self._bound = Bound(state.data_ptr(), copy.data_ptr(), n, each=Examples(1, n), copy_type=code)
         self._address = ctypes.addressof(self._bound)
         self._step: Coefficients | None = None
-        # Looked up here and not in every call: at 4,096 elements a call takes 2.5 us, half of it overhead.
+        # Looked up once: at 4,096 elements a call takes 2.5 us, half of which is overhead.
         self._relax_in_c = library.revdeq_relax
 
     def _take(self, step: Coefficients) -> None:

@@ -1,10 +1,10 @@
-"""What every half-step is, whatever its state and wherever it runs.
+"""The interface of half-steps, for all states and backends.
 
-One half-step of the reversible iteration moves a state by what f makes of the other one:
+A half-step of the reversible iteration updates one state with f of the other:
 
     y' = (1 - beta) y + beta g(z)        g(z) = (1 - gamma) z + gamma f(z)
 
-which is y' = a y + b f(z) + c z, with three coefficients that belong to the step and are given when it is taken.
+that is, y' = a y + b f(z) + c z, with three coefficients, which are arguments of the step.
 """
 
 import ctypes
@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""What f may read and return."""
+"""The dtypes that f may read and return."""
 
 LANES = 256
 ROWS = 16
-"""A norm is summed in chunks of ROWS rows of LANES elements, in the order of memory: each lane adds its
-rows one after the other, and a chunk leaves LANES partial sums. No backend can reorder that, and a GPU
-needs neither shared memory nor a barrier for it."""
+"""Norms are summed in chunks of ROWS rows of LANES elements, in memory order: each lane adds its rows in order, and a
+chunk has LANES partial sums. The order is the same in all backends, and a GPU needs no shared memory and no barrier."""
 
 
 class Linear(Protocol):
-    """y' = a y + b f(z) + c z, as an adjoint needs it."""
+    """The coefficients of y' = a y + b f(z) + c z, for the adjoint."""
 
     @property
     def a(self) -> float: ...
@@ -39,8 +38,8 @@ class Linear(Protocol):
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The coefficients of a step y' = a y + b f(z) + c z of a float64 state. With c = 0, the paper's step, z is not
-    read.
+    """The coefficients of a step y' = a y + b f(z) + c z of a float64 state. With c = 0, as in the
+    paper, z is not read.
 
     Args:
         a: The weight of the state itself, 1 - beta.
@@ -84,35 +83,34 @@ class Coefficients:
 
 
 def float32(x: float) -> float:
-    """The nearest number of float32."""
+    """Round to float32."""
     return ctypes.c_float(x).value
 
 
 def chunk_count(x: Tensor, examples: int = 1) -> int:
-    """Of a tensor, or of so many examples that stand in it one after the other: a chunk is of one example."""
+    """The number of chunks of a tensor with so many consecutive examples; a chunk belongs to one example."""
     return examples * -(-x.numel() // (max(examples, 1) * ROWS * LANES))
 
 
 def layout(x: Tensor) -> tuple[int, ...]:
-    """Where the elements of x are: its strides, but for dimensions of size 1, whose strides mean nothing."""
+    """The strides of x, except for dimensions of size 1, whose strides have no meaning."""
     return tuple([stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1])
 
 
 def in_order(x: Tensor, like: Tensor) -> Tensor:
-    """x with its elements in the same places as those of `like`: x itself, or, at the cost of one more pass over
-    memory, a copy."""
+    """x with the memory layout of `like`: x itself, or a copy, at the cost of an additional pass over memory."""
     if layout(x) == layout(like) and not x.is_neg():
         return x
     return torch.empty_like(like, dtype=x.dtype).copy_(x)
 
 
 Adjoints: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""The adjoint that follows a state back, its product, the other adjoint and the seed; all None if none follows."""
+"""The adjoint of a state, the vector-Jacobian product, the other adjoint and the seed; all None without an adjoint."""
 NO_ADJOINT: Adjoints = (None, None, None, None)
 
 
 class HalfStep:
-    """A state and its copy in the dtype that f reads: bound once, stepped many times.
+    """A state and its copy in the dtype of f's input: bound once, stepped many times.
 
     Every backend has a subclass for each state, with the five operations that reference.py and reference_exact.py
     specify, each in one pass over memory:
@@ -147,7 +145,7 @@ class HalfStep:
         self.spilled: list[Tensor] = []
 
     def write_to(self, copy: Tensor) -> None:
-        """From now on the copy is another tensor, laid out like the one before."""
+        """Replace the copy by another tensor with the same layout."""
         self.copy = copy
 
     def each(self, ends: Tensor, now: int, kept: float = 1.0) -> None:

@@ -1,9 +1,9 @@
-"""Launches of Triton kernels, for which Python spends little time.
+"""Launches of Triton kernels with little Python overhead.
 
-Triton finds out at each launch which of its compiled kernels fits the arguments: by their types, by whether a pointer
-is a multiple of 16 and, on AMD, by whether its memory is below 2 GiB. Here that is asked once for all arguments that
-are alike in these respects, and the compiled kernel is called from then on. Where it is not known what Triton asks,
-and where somebody watches launches, Triton launches.
+At each launch, Triton selects a compiled kernel by the types of the arguments, by whether pointers are multiples of 16
+and, on AMD, by whether their memory is smaller than 2 GiB. Here the selection is cached by these properties, and the
+compiled kernel is called directly. With unknown versions of Triton, and if something observes launches, Triton
+launches.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from .._device import is_capturing
 from . import half_step
 
 KNOWN = (3, 5), (3, 9)
-"""The first and the last version of Triton whose way to specialise and to call a kernel this is."""
+"""The first and the last version of Triton whose specialization and calling convention this implements."""
 
 Tensors: TypeAlias = Any  # a tuple of tensors, and of None where a kernel is not given one; the first is none of those
 Numbers: TypeAlias = tuple[int | None, ...]
 
 SMALL, SMALL_BLOCK = 2**18, half_step.LANES
-"""Below as many elements, blocks have as few of them: there are more multiprocessors than larger blocks."""
+"""Smaller tensors use smaller blocks, because larger ones would leave multiprocessors idle."""
 
 _compiled: dict[Any, Any] = {}
 
@@ -38,10 +38,10 @@ def launch_blocks(
     constants: tuple[Any, ...] = (),
     examples: int = 1,
 ) -> None:
-    """A program for each block of the first tensor, the state, or of each of its examples.
+    """Launch one program per block of the first tensor, the state, or of each of its examples.
 
-    The kernel takes the tensors; the number of elements and other numbers, for none of which it is specialised; its own
-    constants and the size of a block.
+    The kernel takes the tensors; the number of elements and other numbers, without specialization; its constants and
+    the size of a block.
     """
     n = tensors[0].numel()
     length = n // max(examples, 1)
@@ -58,7 +58,7 @@ def launch_chunks(
     constants: tuple[Any, ...] = (),
     examples: int = 1,
 ) -> None:
-    """A program for each chunk of rows, which leaves a sum or a maximum for each lane."""
+    """Launch one program per chunk of rows, which computes a sum or a maximum per lane."""
     n, rows, lanes = tensors[0].numel(), half_step.ROWS, half_step.LANES
     programs = examples * -(-n // (max(examples, 1) * rows * lanes))
     _launch(kernel, warps, programs, tensors, (n, *numbers), (*constants, rows, lanes))
@@ -98,8 +98,8 @@ def _launch_by_triton(kernel: Any, warps: int, device: torch.device, programs: i
         if not is_capturing(device):
             raise
         raise RuntimeError(
-            f"{kernel.__name__} cannot be compiled or loaded while a graph is recorded ({type(error).__name__}): run "
-            "what is recorded once before, with tensors of the same dtypes"
+            f"{kernel.__name__} cannot be compiled or loaded during graph capture ({type(error).__name__}): run the "
+            "captured code once before, with tensors of the same dtypes"
         ) from error
 
 
@@ -107,7 +107,7 @@ _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 
 
 def is_known(kernel: Any, device: torch.device) -> bool:
-    """Whether Triton asks of a launch what `_kinds` and `_types` tell. The interpreter compiles nothing."""
+    """Whether `_kinds` and `_types` determine Triton's selection. The interpreter compiles nothing."""
     return is_known_version() and device.type == "cuda" and type(kernel) is JITFunction
 
 
@@ -116,9 +116,9 @@ def is_known_version() -> bool:
 
 
 def _is_watched(kernel: Any) -> bool:
-    """By a profiler, say, which is told of each launch, or changes how kernels are compiled."""
+    """Whether something, such as a profiler, observes launches or changes the compilation."""
     knobs, compilation = triton.knobs.runtime, triton.knobs.compilation
-    before, after = knobs.launch_enter_hook, knobs.launch_exit_hook  # lists of hooks, or what was put in their place
+    before, after = knobs.launch_enter_hook, knobs.launch_exit_hook  # lists of hooks, or their replacements
     return bool(
         getattr(before, "calls", before)
         or getattr(after, "calls", after)
@@ -131,9 +131,9 @@ def _is_watched(kernel: Any) -> bool:
 
 
 def _kinds(tensors: Tensors) -> list[Any]:
-    """What of tensors a kernel is compiled for."""
+    """The properties of tensors that a kernel is specialized for."""
     kinds = [None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
-    if is_amd():  # whose instructions differ for memory below 2 GiB
+    if is_amd():  # its instructions differ for memory below 2 GiB
         kinds += [None if x is None else x.untyped_storage().nbytes() < 2**31 for x in tensors]
     return kinds
 
@@ -144,10 +144,10 @@ def is_amd() -> bool:
 
 @functools.lru_cache(4096)
 def _types(numbers: Numbers) -> tuple[bool | None, ...]:
-    """Whether Triton takes them for 32-bit integers."""
+    """Whether Triton treats them as 32-bit integers."""
     return tuple([None if x is None else -(2**31) <= x < 2**31 for x in numbers])
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, whatever device its tensors are on."""
+    """Triton launches on the current device, regardless of the device of the tensors."""
     return contextlib.nullcontext() if device.type == "cpu" else getattr(torch, device.type).device(device)

@@ -1,4 +1,4 @@
-"""1 - beta as a fraction, and when the remainders of its divisions must be put aside."""
+"""1 - beta as a fraction, and when the remainders of its divisions must be spilled."""
 
 import functools
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from .half_step import float32
 
 LARGEST_DENOMINATOR = 64
 ROOM = 2**32
-"""What a remainder must stay below."""
+"""The bound of a remainder."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Radix:
     """The coefficients of a step of the integer state.
 
     Args:
-        sign: Of 1 - beta: 1 or -1.
+        sign: The sign of 1 - beta, 1 or -1.
         p: The numerator of |1 - beta|.
         d: Its denominator.
         fraction_bits: The number G of fraction bits of the state.
@@ -37,7 +37,7 @@ class Radix:
 
     @classmethod
     def nearest(cls, beta: float, fraction_bits: int, gamma: float = 1.0) -> "Radix":
-        """The coefficients with the fraction nearest to 1 - beta, but for 0, whose denominator is at most 64. It may be
+        """The coefficients with the closest fraction to 1 - beta, except 0, with a denominator of at most 64. It may be
         1 / 1.
 
         Args:
@@ -66,7 +66,7 @@ class Radix:
     @property
     def c(self) -> float:
         """The weight of the other state, beta (1 - gamma)."""
-        return 0.0 if self.gamma == 1 else self.beta * (1 - self.gamma)  # every half-step asks
+        return 0.0 if self.gamma == 1 else self.beta * (1 - self.gamma)  # read in every half-step
 
     @property
     def beta(self) -> float:
@@ -80,7 +80,7 @@ class Radix:
 
     @property
     def unit(self) -> float:
-        """What the last bit of a number stands for."""
+        """The value of the last bit of a number."""
         return 2.0**-self.fraction_bits
 
     def outgrown(self, bound: int) -> int:
@@ -96,7 +96,7 @@ class Radix:
 
     @property
     def free_half_steps(self) -> int:
-        """How many half-steps with this radix fit into 32 bits of remainder."""
+        """How many half-steps with this radix fit into a 32-bit remainder."""
         return _free_half_steps(self)
 
 
@@ -109,11 +109,11 @@ def _free_half_steps(radix: Radix) -> int:
 
 
 class Plan:
-    """The radix of each half-step that is announced, and before which of them the remainder is put aside."""
+    """The radix of each announced half-step, and before which of them the remainder is spilled."""
 
     def __init__(self, steps: Sequence[Radix]) -> None:
         self.steps = steps
-        self._spills: list[bool] = []  # as far as anybody asked: there may be many more steps than are taken
+        self._spills: list[bool] = []  # computed on demand: more steps may be announced than taken
         self._bound = 1
 
     def spills_before(self, half_step: int) -> bool:
@@ -126,5 +126,5 @@ class Plan:
 
     @property
     def spills(self) -> int:
-        """How many there are in all."""
+        """The total number of spills."""
         return sum(map(self.spills_before, range(len(self.steps))))

@@ -1,19 +1,18 @@
 """The exact half-steps in plain PyTorch: the specification of the integer state.
 
-A state is one int64 per element. Its high 32 bits are a signed fixed-point number Y, in units of 2^-G; its low
-32 bits are a remainder R >= 0, which keeps what a division would lose. With a = 1 - beta = s p / d in lowest
+A state is one int64 per element. Its high 32 bits are a signed fixed-point number Y, in units of 2^-G; its low 32
+bits are a remainder R >= 0, which stores the remainders of divisions. With a = 1 - beta = s p / d in lowest
 terms (s = 1 or -1) and F = g in units of 2^-G, rounded to the nearest integer, a half-step and its inverse are
 
     e = R mod p, R = floor(R / p)                      T = Y d + (R mod d), R = floor(R / d)
     T = s (p Y + e) + (d - s p) F                      U = s (T - (d - s p) F)
     Y = floor(T / d), R = R d + (T mod d)              Y = floor(U / p), R = R p + (U mod p)
 
-They are integers throughout, so that each undoes the other to the last bit, whatever beta and however often.
-g is f where gamma = 1, and otherwise gamma f + (1 - gamma) z, with z the copy of the other state that f read: in
-float64 where f or the copy is float64, in float32 elsewhere, gamma and 1 - gamma rounded to that, and each operation
-rounded once.
+All are integers, so that each inverts the other exactly, for every beta and any number of steps. g is f if gamma = 1,
+and otherwise gamma f + (1 - gamma) z, with z the copy of the other state that f read: in float64 if f or the copy is
+float64, otherwise in float32, with gamma and 1 - gamma rounded to that dtype, and each operation rounded once.
 
-R grows by d / p in a half-step, and before it would outgrow 32 bits it is put aside and starts again from 0.
+R grows by a factor of d / p per half-step. Before it overflows 32 bits, it is spilled to a buffer and restarts from 0.
 
 f reads Y 2^-G, rounded to its dtype. No tensor is float64 unless f's are.
 """
@@ -34,7 +33,7 @@ def encode(x: Tensor, radix: Radix) -> Tensor:
 
 
 def integer(g: Tensor, radix: Radix) -> tuple[Tensor, Tensor]:
-    """g in units of 2^-G, and where that is not a number of 32 bits (it is 0 there)."""
+    """g in units of 2^-G, and a mask of overflows (with 0 in their place)."""
     scaled = g.to(torch.promote_types(g.dtype, torch.float32)) * 2.0**radix.fraction_bits
     whole = scaled.round()
     bad = ~(whole.abs() < 2.0**31)
@@ -63,14 +62,14 @@ def relax(
     radix: Radix,
     each: Taking | None = None,
 ) -> Tensor:
-    """Where f or the new state does not fit."""
+    """The mask of overflows of f or of the new state."""
     s, p, d = radix.sign, radix.p, radix.d
     y, r = _unpacked(state, spill)
     number, bad = integer(mixed(f, read, radix), radix)
     t = s * (p * y + r % p) + radix.weight * number
     y = _floor_divide(t, d)
     after, bad = (y << 32) | (_floor_divide(r, p) * d + t % d), bad | (y < -(2**31)) | (y >= 2**31)
-    if each is not None:  # an example that rests keeps its remainder
+    if each is not None:  # a frozen example keeps its remainder
         after, bad = torch.where(each.moves, after, state), bad & each.moves
     state.copy_(after)
     decode(y if each is None else after >> 32, copy, radix)
@@ -95,7 +94,7 @@ def relax_norms(
 
 
 def previous(state: Tensor, f: Tensor, read: Tensor, spill: Tensor | None, radix: Radix) -> tuple[Tensor, Tensor]:
-    """Y and R before the half-step; `spill` is what was put aside then."""
+    """Y and R before the half-step; `spill` has the remainders that it spilled."""
     s, p, d = radix.sign, radix.p, radix.d
     y, r = _unpacked(state, None)
     t = y * d + r % d
@@ -123,12 +122,12 @@ def invert_compare(state: Tensor, f: Tensor, read: Tensor, initial: Tensor, floo
 
 
 def magnitude_bits(f: Tensor) -> Tensor:
-    """Ordered like the magnitudes, NaN above them all, and never 0."""
+    """The bits of the magnitudes, in their order, with NaN last; never 0."""
     return f.to(torch.float32).abs().view(torch.int32).clamp(min=1)
 
 
 def _unpacked(state: Tensor, spill: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Y and R. With a spill, R is put aside there."""
+    """Pack Y and R. With a spill, R is moved there."""
     r = state & 0xFFFFFFFF
     if spill is None:
         return state >> 32, r
@@ -189,7 +188,7 @@ class HalfStep(half_step.HalfStep):
 
     def _is_announced(self, step: Radix) -> None:
         announced = self.plan.steps[self.done]
-        assert step is announced or step == announced, "this is not the step that was announced"
+        assert step is announced or step == announced, "this is not the announced step"
 
     def _put_aside(self, step: Radix) -> Tensor | None:
         self._is_announced(step)
@@ -209,12 +208,12 @@ class HalfStep(half_step.HalfStep):
         return other
 
     def announce(self, steps: Sequence[Radix]) -> None:
-        """More half-steps are to come."""
+        """Announce more half-steps."""
         self.plan.steps = [*self.plan.steps, *steps]
         self.alarm = torch.cat([self.alarm, self.alarm.new_zeros(len(steps), LANES)])
 
     def make_room(self) -> None:
-        """Allocate now what all half-steps will put aside."""
+        """Allocate the spills of all announced half-steps."""
         spills = self.plan.spills
         try:
             self._room = [torch.empty_like(self.state, dtype=torch.int32) for _ in range(spills)]
@@ -222,8 +221,9 @@ class HalfStep(half_step.HalfStep):
             size, steps = 8 * spills * self.state.numel() / 2**30, self.plan.steps
             raise MemoryError(
                 f"the remainders of {len(steps)} steps at beta = {steps[0].beta:.6g} take {4 * spills} bytes per "
-                f"element of y and of z, {size:.1f} GiB in all, for which there is no memory: use a smaller beta (0.5 "
-                "takes none up to 32 steps) or fewer steps"
+                f"element of y and of z, {size:.1f} GiB in total, and there is not enough memory: use a smaller beta "
+                f"(0.5 "
+                "needs none up to 32 steps) or fewer steps"
             ) from error
 
     def _relax(self, f: Tensor, read: Tensor | None, step: Radix) -> None:

@@ -1,16 +1,14 @@
-"""Steps as graphs that a GPU replays: capture=True.
+"""capture=True: steps as CUDA graphs.
 
-A small f is bound by the host, which asks the GPU for one kernel after the other. Here one forward step and one
-backward step, with f inside, are recorded once for inputs of one kind, and replayed for every step, so that a step
-costs the host one call. What they read and write is static memory: y, z, what f reads of them, the arguments of f, the
-adjoints and the totals of the gradients. Each solve copies its own tensors there and its results from there, so that
-solves may follow each other in any order.
+With a small f, a solve is limited by the host, which launches one kernel after the other. Here one forward step and one
+backward step, including f, are captured once per kind of inputs, and replayed for every step, so that a step costs the
+host one call. They use static memory: y, z, the input and the arguments of f, the adjoints and the accumulated
+gradients. Each solve copies its tensors in and its results out, so that solves may be interleaved.
 
-The first solve with inputs of a kind runs as usual, and shows whether f can be recorded. The second one records.
+The first solve with a kind of inputs runs as usual, and shows whether f can be captured. The second one captures.
 
-The bits are those of the usual path, with one exception: where f uses a parameter more than once, or several solves
-use it, its gradients are first added up within an evaluation and within a solve, where autograd adds all of them one by
-one.
+The bits are those of an uncaptured solve, with one exception: if f, or several solves, use a parameter more than once,
+its gradients are first accumulated within an evaluation and within a solve, where autograd adds all of them one by one.
 """
 
 import functools
@@ -37,16 +35,16 @@ from .tape import End, Tape, backward, refuse_other_derivatives, relax, relax_no
 from .way_back import norm, scaled
 
 MOST = 8
-"""Kinds of inputs that are recorded for one f: each has static memory of its own."""
+"""The maximum number of kinds of inputs that are captured per f: each has its own static memory."""
 
 _kinds: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Steps | None]]" = weakref.WeakKeyDictionary()
 _told: set[tuple[Any, ...]] = set()
 
 
 def run(tape: Tape, spec: Any, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> End:
-    """All steps of a solve, as graphs if that can be."""
+    """Run all steps of a solve, as CUDA graphs if possible."""
     if _device.is_capturing(tape.z0[0].device):
-        return tape.run()  # as a part of the graph around it
+        return tape.run()  # as part of the enclosing capture
     why = _unsuitable(tape, f)
     if why is not None:
         tell(why)
@@ -67,43 +65,43 @@ def run(tape: Tape, spec: Any, f: Any, args: tuple[Any, ...], kwargs: dict[str, 
             steps = kinds[key] = Steps(tape, spec, f, args, kwargs)
         except Exception as error:
             first = str(error).strip().splitlines()[:1]
-            tell(f"f cannot be recorded ({type(error).__name__}: {''.join(first)})")
+            tell(f"f cannot be captured ({type(error).__name__}: {''.join(first)})")
             return tape.run()
     return steps.solve(tape, args, kwargs)
 
 
 def _unsuitable(tape: Tape, f: Any) -> str | None:
-    """Why a solve cannot be recorded, as far as that is known before f runs."""
+    """Why a solve cannot be captured, as far as that is known before f runs."""
     device, usual = tape.z0[0].device, Options()
     if not _device.records_graphs(device):
-        return f"z0 is on {device}, which records no graphs: move z0 and f to a GPU"
+        return f"z0 is on {device}, which has no CUDA graphs: move z0 and f to a GPU"
     if not isinstance(f, nn.Module):
-        return f"f is of type {type(f).__name__}: make it a module, whose parameters stay in their place"
+        return f"f is of type {type(f).__name__}: make it a module, whose parameters have a fixed address"
     for name in ("schedule", "per_example", "indexed", "aux", "gradient", "keep", "backward_steps"):
         value = getattr(tape.options, name)
         if value != getattr(usual, name):
-            return f"{name} = {value!r} is not recorded: leave it out"
+            return f"{name} = {value!r} is not supported: leave it out"
     if tape.y0 is not tape.z0:
         return "the solve starts from a y0 or from another solution: start it from z0 alone"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(m, name) for m in f.modules() for name in hooks) or any(p._backward_hooks for p in f.parameters()):
-        return "f has hooks, which would run when it is recorded, and never again: remove them"
+        return "f has hooks, which would run only during the capture: remove them"
     return None
 
 
 def _unrepeatable(tape: Tape, end: End) -> str | None:
-    """Why a solve cannot be recorded, as its first run has shown."""
+    """Why a solve cannot be captured, as its first run has shown."""
     if tape.f.draw.draws:
-        return "f draws random numbers, which must be the same in all of its evaluations: leave out its dropout"
+        return "f draws random numbers, which must be the same in all evaluations: remove its dropout"
     if tape.f.changes_its_input:
-        return "f changes its input in place: clone it inside f"
+        return "f modifies its input in place: clone it inside f"
     if any(layout(x) != layout(z) for x, z in zip(tape.z0, end.z, strict=True)):
-        return "f returns another layout than z0's: give z0 the layout of what f returns"
+        return "f's output has another memory layout than z0: give z0 that layout"
     return None
 
 
 def tell(why: str) -> None:
-    """Once for each line that calls."""
+    """Warn once per calling line."""
     site = call_site()
     if (*site, why) not in _told:
         _told.add((*site, why))
@@ -111,7 +109,7 @@ def tell(why: str) -> None:
 
 
 def _kind(tape: Tape, f: nn.Module, args: Any, kwargs: Any) -> Hashable:
-    """All that a recording depends on, beside the numbers in memory."""
+    """Everything that a capture depends on, except the values in memory."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [*tape.z0, *(x for x in leaves if isinstance(x, Tensor))]
     own = [*f.parameters(), *f.buffers()]
@@ -130,10 +128,10 @@ def _kind(tape: Tape, f: nn.Module, args: Any, kwargs: Any) -> Hashable:
 
 
 class Steps:
-    """Recorded steps, and the static memory that they are about."""
+    """Captured steps and their static memory."""
 
     def __init__(self, tape: Tape, spec: Any, f: nn.Module, args: Any, kwargs: Any) -> None:
-        self._f, self._spec, scheme = weakref.ref(f), spec, tape.scheme  # f is a key to this
+        self._f, self._spec, scheme = weakref.ref(f), spec, tape.scheme  # f is the key of the dict that contains this
         self.scheme, self._device, self._lock = scheme, tape.z0[0].device, threading.RLock()
         leaves, structure = tree_flatten((args, kwargs))
         self._given = [
@@ -163,7 +161,7 @@ class Steps:
         with torch.no_grad():
             for take, variants in [(self._forward, both), *back]:
                 for spills in variants:
-                    take(spills)  # what is recorded has run before
+                    take(spills)  # warm-up before the capture
                     recorded = _device.recorded(functools.partial(take, spills), self._device)
                     self._recordings[take.__name__, spills] = recorded
 
@@ -178,7 +176,7 @@ class Steps:
         return End(y, z, None, (y_states, z_states))
 
     def forward(self, tape: Tape, start: Sequence[Tensor], own: Sequence[Tensor]) -> tuple[State, State, State]:
-        """What f reads of the last y and z, the last states, and what was put aside, in memory of their own."""
+        """Copies of the last y and z in the dtypes of f's input, of the last states, and of the spilled remainders."""
         self.take(start, own)
         for y, z, initial in zip(*self.states, self.scheme.start(start, self.z0), strict=True):
             y.copy_(initial)
@@ -216,7 +214,7 @@ class Steps:
         return isinstance(self.scheme, Integers)
 
     def _with_rows(self, steps: int) -> Callable[[Any], Any]:
-        """A half-step as `Scheme.look` sees it, with one alarm for all steps."""
+        """A half-step for `Scheme.look`, with one overflow flag for all steps."""
 
         def seen(half_step: Any) -> Any:
             alarm = half_step.alarm.expand(steps, -1) if self._is_exact else None
@@ -225,7 +223,7 @@ class Steps:
         return seen
 
     def take(self, start: Sequence[Tensor], own: Sequence[Tensor]) -> None:
-        """The numbers of a solve."""
+        """Copy the values of a solve into static memory."""
         with torch.no_grad():
             for x, z in zip(self.z0, start, strict=True):
                 x.copy_(z)
@@ -242,12 +240,12 @@ class Steps:
             self._norms.copy_(relax_norms(self._taken[1], self._evaluate(y), y, step))
 
     def _evaluate(self, read: State) -> State:
-        torch.clear_autocast_cache()  # a cast would be part of one graph, and be missed in another
+        torch.clear_autocast_cache()  # a cached cast would be part of one graph and missing in another
         f: Any = self._f()
         return flattened(f(structured(read, self._spec), *self._args, **self._kwargs), self.z0, self._spec)
 
     def _prepare(self, half_steps: Any, spills: bool, done: int) -> None:
-        """Each step is the first one, as far as the half-steps know, and puts its remainders aside or does not."""
+        """Reset the half-steps: each step counts as the first one, and spills its remainders or not."""
         if self._is_exact:
             for row, memory in zip(half_steps, self._spilled, strict=True):
                 for half_step, x in zip(row, memory, strict=True):
@@ -264,7 +262,7 @@ class Steps:
     def back(
         self, tape: Tape, saved: Sequence[Tensor], spilled: State, grads: Sequence[Tensor | None]
     ) -> tuple[State, list[Tensor | None]]:
-        """The gradients by z0, and by the arguments and parameters that need one."""
+        """The gradients with respect to z0, the arguments and the parameters that require one."""
         size, step, rest = len(self.z0), self.scheme.step, list(spilled)
         for x, own in zip([x for state in self.states for x in state], saved, strict=True):
             x.copy_(own)
@@ -304,7 +302,7 @@ class Steps:
         return by_z0, [total.clone() if used else None for total, used in zip(self._totals, self._used, strict=True)]
 
     def _back(self, spills: bool) -> tuple[State]:
-        """The inverse of a step, with its products. Returns what f made of y."""
+        """Invert a step, with its products. Returns f(y)."""
         self._prepare(self._undone, spills, done=1)
         outputs = []
         for which in (1, 0):
@@ -316,8 +314,8 @@ class Steps:
         return (outputs[0],)
 
     def _last(self, spills: bool) -> tuple[State, State, State]:
-        """The inverse of the first step of all, which arrives at z0: what f made of y, the products at z0, and how far
-        off it is."""
+        """Invert the first step, which reconstructs z0. Returns f(y), the products at z0, and the reconstruction
+        error."""
         step, maxima = self.scheme.step, []
         self._prepare(self._undone, spills, done=1)
         outputs, products = self._products(1, self._read)
@@ -335,7 +333,7 @@ class Steps:
         return outputs, products, maxima
 
     def _products(self, which: int, read: State) -> tuple[State, State]:
-        """What f returns there, and the products of its Jacobian with the adjoint of the state that it moved."""
+        """The output of f, and its vector-Jacobian products with the adjoint of the state that it updated."""
         leaves = [x.detach().requires_grad_() for x in read]
         with torch.enable_grad():
             outputs = self._evaluate(leaves)
@@ -348,12 +346,13 @@ class Steps:
         return [x.detach() for x in outputs], dense(grads[: len(leaves)], read)
 
     def _refuse_others(self) -> None:
-        """Raises if f depends on what is neither its argument nor its parameter: its gradient would be lost."""
+        """Raise if f depends on a tensor that is neither its argument nor its parameter, whose gradient would be
+        lost."""
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in self.z0]
             outputs = self._evaluate(leaves)
         if not any(x.requires_grad for x in outputs):
-            raise RuntimeError("f depends on nothing that needs a gradient")
+            raise RuntimeError("f depends on nothing that requires a gradient")
         known, seen, left = {id(x) for x in (*leaves, *self._inputs)}, set(), [x.grad_fn for x in outputs]
         while left:
             node = left.pop()
@@ -366,7 +365,7 @@ class Steps:
 
 
 class _Plan:
-    """Of a step that puts remainders aside, or does not."""
+    """The graphs of a step that spills remainders, or does not."""
 
     def __init__(self, step: Any, spills: bool) -> None:
         self.steps, self._spills = [step, step], spills
@@ -376,7 +375,7 @@ class _Plan:
 
 
 class _Solve(torch.autograd.Function):
-    """A solve of recorded steps, as a function of z0, the tensors in args and kwargs, and the parameters of f."""
+    """A solve of captured steps, as a function of z0, the tensors in args and kwargs, and the parameters of f."""
 
     @staticmethod
     def forward(ctx: Any, steps: Steps, tape: Tape, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -124,7 +124,7 @@ def test_a_kernel_that_does_not_load_is_told_once_and_the_reference_runs(monkeyp
     (warning,) = told
     assert str(warning.message).startswith(
         "Triton cannot compile or load its kernels (RuntimeError: Triton Error [CUDA]: the provided PTX was compiled "
-        "with an unsupported toolchain), and PyTorch's own operations run instead"
+        "with an unsupported toolchain), so PyTorch's own operations run instead"
     )
     assert str(warning.message).endswith("update Triton and the driver of the GPU")
     assert backends.backend_for(CUDA) is backends.REFERENCE
@@ -163,7 +163,7 @@ def test_a_first_launch_that_a_recording_does_not_allow_says_what_to_do(monkeypa
     with pytest.raises(RuntimeError, match="operation not permitted"):
         half.relax(copy, None, Coefficients.rounded(0.5))
     monkeypatch.setattr("revdeq.kernels.launch.is_capturing", lambda device: True)
-    message = r"_relax_kernel cannot be compiled or loaded .* \(RuntimeError\): run what is recorded once before"
+    message = r"_relax_kernel cannot be compiled or loaded .* \(RuntimeError\): run the captured code once before"
     with pytest.raises(RuntimeError, match=message):
         half.relax(copy, None, Coefficients.rounded(0.5))
 
@@ -188,7 +188,7 @@ def test_without_the_c_kernel_one_line_says_so(monkeypatch):
     monkeypatch.setattr(cpu, "library", None)
     monkeypatch.setattr(cpu, "trouble", "")
     backends._say.cache_clear()
-    with pytest.warns(RuntimeWarning, match="the C kernel was not built, and PyTorch's own operations run instead"):
+    with pytest.warns(RuntimeWarning, match="the C kernel was not built, so PyTorch's own operations run instead"):
         revdeq.solve(torch.cos, torch.zeros(3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -74,7 +74,7 @@ def test_steps_may_differ(exact_half_step, gamma):
 def test_a_step_must_be_the_one_that_was_announced():
     announced, another = Radix.nearest(0.5, 24), Radix.nearest(0.8, 24)
     step = exact.HalfStep(torch.zeros(3, dtype=torch.int64), torch.zeros(3), [announced])
-    with pytest.raises(AssertionError, match="not the step that was announced"):
+    with pytest.raises(AssertionError, match="not the announced step"):
         step.relax(torch.zeros(3), None, another)
 
 
@@ -373,7 +373,7 @@ def test_remainders_that_do_not_fit_into_memory_are_an_error_with_their_size(mon
     half_step = exact.HalfStep(torch.zeros(2**20, dtype=torch.int64), torch.zeros(2**20), steps)
     monkeypatch.setattr(torch, "empty_like", none_left)
     with pytest.raises(
-        MemoryError, match=r"64 steps at beta = 0.9 take 28 bytes per element.*0.1 GiB in all.*smaller beta"
+        MemoryError, match=r"64 steps at beta = 0.9 take 28 bytes per element.*0.1 GiB in total.*smaller beta"
     ):
         half_step.make_room()
 

@@ -80,7 +80,7 @@ def test_replays_of_a_training_step_have_the_bits_of_the_steps(state, dropout):
 def test_a_first_launch_inside_of_a_recording_names_what_to_do():
     with emulated(), driver.device(DEVICE):
         training = Training(0.0)
-        with pytest.raises(RuntimeError, match="_relax.*_kernel .* run what is recorded once before"):
+        with pytest.raises(RuntimeError, match="_relax.*_kernel .* run the captured code once before"):
             with driver.graph(Graph()):
                 training.step()
 
@@ -238,7 +238,7 @@ class TestRecordedSteps:
                 return super().forward(z, x) + outside
 
         outside = torch.ones(8, device=DEVICE, requires_grad=True)
-        assert "f cannot be recorded (RuntimeError: to wait for" in told(Looks().to(DEVICE), times=3)
+        assert "f cannot be captured (RuntimeError: to wait for" in told(Looks().to(DEVICE), times=3)
         assert "neither an argument nor a parameter of f: pass it" in told(Outside().to(DEVICE), times=3)
         hooked = Block().to(DEVICE)
         hooked.linear.register_forward_hook(lambda *args: None)
@@ -250,5 +250,5 @@ class TestRecordedSteps:
 
 
 def test_on_the_cpu_it_says_so():
-    with pytest.warns(RuntimeWarning, match="z0 is on cpu, which records no graphs: move"):
+    with pytest.warns(RuntimeWarning, match="z0 is on cpu, which has no CUDA graphs: move"):
         revdeq.RevDEQ(Block(), max_steps=2, capture=True)(torch.randn(2, 8))
