@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import run
+import schedules
 import torch
 from compare import verdict
 from readme import RESULTS, Numbers, filled, least, markdown, over, predicted, time_to
@@ -214,6 +215,11 @@ def test_every_committed_row_is_of_a_part_and_of_a_commit():
     assert run.BENCHMARKS.keys() == run.PARTS.keys()
     assert all(r.benchmark.startswith(starts) for r in rows)
     assert not [r for r in rows if r.commit.endswith("-dirty")]
+
+
+def test_the_theory_page_says_what_schedules_were_worth_in_training():
+    """Other rows: put what python bench/schedules.py prints into docs/theory.md."""
+    assert schedules.table(schedules.read()) in (BENCH.parent / "docs" / "theory.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
