@@ -27,7 +27,7 @@ from .. import _device
 from ..kernels import reference
 from ..kernels.half_step import layout
 from ..kernels.radix import Plan
-from .monitor import call_site, typical_magnitude
+from .monitor import Sizes, call_site, typical_magnitudes
 from .options import Options
 from .scheme import Integers
 from .state import State, dense, flattened, structured
@@ -273,12 +273,11 @@ class Steps:
                 a.copy_(scaled(g, factor, x))
         for total in self._totals:
             total.zero_()
-        sizes = [typical_magnitude(x) for x in self._read] if self._floors else []
-        for floor, magnitude in zip(self._floors, sizes, strict=True):
-            floor.copy_(magnitude)
+        magnitudes = [typical_magnitudes(x) for x in self._read] if self._floors else []
+        for floor, magnitude in zip(self._floors, magnitudes, strict=True):
+            floor.copy_(magnitude[0])
         came = [g for g in grads if g is not None]
         growth = norm(came) if came and self._floors else None
-        seen, maxima = sizes, []
         for n in reversed(range(tape.steps)):
             spills = self._spills(tape, n)
             if spills:
@@ -286,15 +285,15 @@ class Steps:
                 for x, own in zip([x for xs in self._spilled for x in xs], taken, strict=True):
                     x.copy_(own)
             outputs, *others = self._replay("_back" if n else "_last", spills)
-            if n == tape.steps - 1 and sizes and self.scheme.resolution:
-                seen = [torch.maximum(a, typical_magnitude(x)) for a, x in zip(sizes, outputs, strict=True)]
+            if n == tape.steps - 1 and magnitudes and self.scheme.resolution:
+                rows = zip(magnitudes, outputs, strict=True)
+                magnitudes = [torch.cat([found, typical_magnitudes(x)]) for found, x in rows]
         products, maxima = others
         if tape.monitor is not None:
-            norms = None
             if growth is not None:
-                y, z = (norm(a) / step.b for a in self._adjoint)
-                norms = tape.adjoint.norms = torch.stack([growth, torch.hypot(y, z)])
-            tape.monitor.judge(maxima, tape.norms, seen, norms)  # type: ignore[arg-type]
+                tape.adjoint.sizes = Sizes(growth, *map(norm, self._adjoint), (step.b, step.b))
+            assert tape.norms is not None
+            tape.monitor.judge(maxima, tape.norms, magnitudes, tape.adjoint.sizes)
         by_z0 = []
         for by_y, by_z, g, x in zip(*self._adjoint, products, self.z0, strict=True):
             reference.update_adjoint(by_z, g, by_y, None, step)

@@ -17,8 +17,8 @@ import math
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,11 +89,28 @@ class Adjoint:
 
     steps: int | None = None
     change: Tensor | None = None
-    norms: Tensor | None = None
+    sizes: "Sizes | None" = field(default=None, repr=False)
+
+    @property
+    def norms(self) -> Tensor | None:
+        return None if self.sizes is None else self.sizes.norms()
 
     @property
     def growth(self) -> Tensor | None:
-        return None if self.norms is None else self.norms[1] / self.norms[0]
+        return None if (norms := self.norms) is None else norms[1] / norms[0]
+
+
+class Sizes(NamedTuple):
+    """Norms of the adjoint: of the incoming gradient, and of the adjoints of y and z after the first step, each
+    multiplied by its b. They are combined on the host, or when somebody asks: a solve launches no kernels for it."""
+
+    last: Tensor
+    y: Tensor
+    z: Tensor
+    b: tuple[float, float]
+
+    def norms(self) -> Tensor:
+        return torch.stack([self.last, torch.hypot(self.y / self.b[0], self.z / self.b[1])])
 
 
 @dataclass(frozen=True)
@@ -110,20 +127,27 @@ class Monitor:
     resolution: float
     remedy: str
 
-    def judge(self, maxima: Sequence[Tensor], norms: Tensor, sizes: Sequence[Tensor], grads: Tensor | None) -> None:
+    def judge(
+        self, maxima: Sequence[Tensor], norms: Tensor, magnitudes: Sequence[Tensor], adjoint: Sizes | None
+    ) -> None:
         """Check a reconstruction: the partial maxima of `invert_compare`, the squared norms of the last change of z and
-        of z, the typical magnitude of each tensor of the state, and the norms of the adjoint after the last and the
-        first step."""
+        of z, the typical magnitudes of each tensor of the state, of which the largest counts, and the norms of the
+        adjoint."""
         filled = [m.flatten() for m in maxima if m.numel()]
         if not filled:
             return
         rho = torch.cat(filled).amax().view(torch.float32)
-        if grads is None:
-            grads = torch.ones(2, device=rho.device)
-        report(torch.cat([rho.view(1), grads, norms, *(size.view(1) for size in sizes)]), self._decide)
+        of_adjoint = [] if adjoint is None else [x.view(1) for x in (adjoint.last, adjoint.y, adjoint.z)]
+        decide = functools.partial(self._decide, each=len(magnitudes[0]), b=None if adjoint is None else adjoint.b)
+        report(torch.cat([rho.view(1), norms, *of_adjoint, *magnitudes]), decide)
 
-    def _decide(self, values: Tensor) -> None:
-        rho, before, after, change, value, *sizes = values.tolist()
+    def _decide(self, values: Tensor, each: int, b: tuple[float, float] | None) -> None:
+        rho, change, value, *rest = values.tolist()
+        before = after = 1.0
+        if b is not None:
+            before, y, z, *rest = rest
+            after = math.hypot(y / b[0], z / b[1])
+        sizes = [max(rest[i : i + each]) for i in range(0, len(rest), each)]
         change, value = math.sqrt(change), math.sqrt(value)
         coarse = [size for size in sizes if 2 * SMALLEST_SCALE < size < self.resolution / COARSE]
         if coarse:
@@ -234,17 +258,25 @@ SMALLEST_SCALE = 1e-30
 """Below any meaningful float32 state, but not 0, to divide by."""
 
 
-def typical_magnitude(x: Tensor) -> Tensor:
-    """The median magnitude of the nonzero elements in a sample of a tensor: a 0-d float32 tensor on its device, without
-    synchronizing. The stride of the sample is coprime to the number of elements, so that it covers every feature."""
-    n = x.numel()
+def typical_magnitudes(*xs: Tensor) -> Tensor:
+    """The median magnitude of the nonzero elements in a sample of each tensor, all of one size: float32, on their
+    device, without synchronizing. The stride of the sample is coprime to the number of elements, so that it covers
+    every feature."""
+    n = xs[0].numel()
     if n == 0:
-        return torch.full((), SMALLEST_SCALE, device=x.device)
+        return torch.full((len(xs),), SMALLEST_SCALE, device=xs[0].device)
+    samples = [_sample(x, n) for x in xs]
+    rows = samples[0][None] if len(xs) == 1 else torch.stack(samples)
+    rows = rows.abs().sort(1, descending=True).values
+    middle = rows[:, 2::2].count_nonzero(1)  # half of all that are nonzero, but for the first
+    return rows.gather(1, middle[:, None]).flatten().clamp(min=SMALLEST_SCALE)
+
+
+def _sample(x: Tensor, n: int) -> Tensor:
     if not torch.ops.aten.is_non_overlapping_and_dense(x):
         x = x.contiguous()
     stride = _stride(n)
-    sample = x.as_strided((-(-n // stride),), (stride,)).float().abs().sort(descending=True).values
-    return sample.take(sample[1:].count_nonzero() // 2).clamp(min=SMALLEST_SCALE)
+    return x.as_strided((-(-n // stride),), (stride,)).float()
 
 
 @functools.lru_cache

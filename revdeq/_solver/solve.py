@@ -22,7 +22,7 @@ from .options import options_from, with_options
 from .private import has_tangents, is_transformed
 from .scheme import Scheme, rounded_coefficients, scheme_for
 from .state import State, checked_batch, checked_state, checked_y0, structured, versions_of
-from .tape import NORM_FLOOR, End, Start, Tape, relative_distance
+from .tape import End, Start, Tape, relative_changes, relative_distance
 from .unchanged import is_compiled
 from .unrolled import has_fakes, in_compiled_model, is_traced, unrolled
 
@@ -35,9 +35,7 @@ class Solution:
         z, y: The final states, with the structure and dtype of z0, differentiable. z is the one to use.
         steps: The number of steps; with per_example=True, a tensor with an entry per example.
         nfe: The number of evaluations of f in the forward pass.
-        change: The relative change ‖z_N - z_{N-1}‖ / (‖z_N‖ + 1e-5) of the last step, a 0-d tensor without a
-            gradient; with per_example=True, that of each example. Reading it may synchronize with the device. `tol` is
-            compared with it, not with the residual ‖f(z) - z‖ / ‖z‖, which can be several times larger.
+        norms: The squared norms of the last change of z and of z, from which `change` is computed when it is read.
         beta, gamma: The coefficients in use: rounded to float32, or with state="auto" and "exact" to a fraction.
         state: "float64" or "exact": the format of y and z.
         adjoint: Statistics of the backward pass, once it has run: the growth of the adjoint, and with
@@ -58,13 +56,20 @@ class Solution:
     y: Any
     steps: Any
     nfe: int
-    change: Tensor
+    norms: Tensor = field(repr=False)
     beta: float
     gamma: float
     state: str
     adjoint: Adjoint
     aux: Any = None
     carry: "Carry | None" = field(default=None, repr=False, compare=False)
+
+    @property
+    def change(self) -> Tensor:
+        """The relative change ‖z_N - z_{N-1}‖ / (‖z_N‖ + 1e-5) of the last step, a 0-d tensor without a
+        gradient; with per_example=True, that of each example. Reading it may synchronize with the device. `tol`
+        is compared with it, not with the residual ‖f(z) - z‖ / ‖z‖, which can be several times larger."""
+        return relative_changes(self.norms)
 
     @property
     def gap(self) -> Tensor:
@@ -83,7 +88,7 @@ class Solution:
             return x.detach().clone() if isinstance(x, Tensor) else x
 
         z, y, aux = (tree_map(copied, tree) for tree in (self.z, self.y, self.aux))
-        return replace(self, z=z, y=y, aux=aux, change=self.change.clone(), adjoint=Adjoint(), carry=None)
+        return replace(self, z=z, y=y, aux=aux, norms=self.norms.clone(), adjoint=Adjoint(), carry=None)
 
 
 def renamed(value: Any, old: str, new: str) -> Any:
@@ -299,13 +304,12 @@ def _solution(tape: Tape, spec: TreeSpec, end: End) -> Solution:
     norms, taken, scheme = tape.norms, tape.steps, tape.scheme
     if tape.ends is not None:
         norms, taken = norms.to(tape.ends.device), (tape.ends.clamp(max=2 * tape.steps) // 2).to(torch.int64)
-    change, value = norms.sqrt()
     return Solution(
         z=structured(end.z, spec),
         y=structured(end.y, spec),
         steps=taken,
         nfe=2 * tape.steps,
-        change=change / (value + NORM_FLOOR),
+        norms=norms,
         beta=scheme.beta,
         gamma=scheme.gamma,
         state=scheme.name,
@@ -383,13 +387,13 @@ def _solve_traceably(
     pairs = zip(tree_leaves(z), tree_leaves(before), strict=True)
     changes = [(new.double() - old.double()).square().sum() for new, old in pairs]
     values = [x.double().square().sum() for x in tree_leaves(z)]
-    change = torch.stack(changes).sum().sqrt() / (torch.stack(values).sum().sqrt() + NORM_FLOOR)
+    norms = torch.stack([torch.stack(changes).sum(), torch.stack(values).sum()])
     return Solution(
         z=z,
         y=y,
         steps=max_steps,
         nfe=2 * max_steps,
-        change=change.detach(),
+        norms=norms.detach(),
         beta=step.beta,
         gamma=step.gamma,
         state="float64",

@@ -16,7 +16,7 @@ from ..kernels import reference
 from ..kernels.half_step import Coefficients
 from .call import AsBefore
 from .context import OnceMore
-from .monitor import apart, typical_magnitude
+from .monitor import Sizes, apart, typical_magnitudes
 from .places import Differentiates, Filling, Home
 from .private import current_pass
 from .state import State, dense
@@ -56,9 +56,8 @@ class WayBack:
             self._scheme.bind(0, y, self._read, tape.steps, spilled[:size]),
             self._scheme.bind(1, z, self._read, tape.steps, spilled[size:]),
         )
-        is_compared = tape.monitor is not None and (tape.first == 0 or tape.end)
-        self._sizes = [typical_magnitude(x) for x in self._read] if is_compared else []
-        self._seen = self._sizes
+        self._is_compared = tape.monitor is not None and bool(tape.first == 0 or tape.end)
+        self._magnitudes: State = []  # of each tensor of the state, if it is compared
         self.adjoint: tuple[State, State] | None = None
         self._size: Tensor | None = None  # the norm of the incoming gradient
         if grads is not None:
@@ -71,6 +70,7 @@ class WayBack:
             )
             if tape.monitor is not None and any(g is not None for g in grads):
                 self._size = norm([g for g in grads if g is not None])
+        self._has_z0 = False  # what f reads is z0, laid out as z0
         self._outputs: State | None = None  # the outputs of the repeated evaluation
         self._filled = -1  # the evaluation whose saved tensors exist
         self._as_before: AsBefore | None = None
@@ -154,11 +154,11 @@ class WayBack:
                 half_step.each(self._ends, k, kept)
         if tape.learns:
             self._note_slopes(k, self._read, sign=1)
-        if k > 1 or not self._sizes:
+        if k > 1 or not self._is_compared:
             for (half_step, *tensors), seed in zip(rows, self._ready, strict=True):
                 half_step.invert_adjoint(*tensors, step, adjoint_step, seed)
         else:
-            known = zip(rows, tape.z0, self._sizes, self._ready, strict=True)
+            known = zip(rows, tape.z0, self._floors(), self._ready, strict=True)
             for (half_step, out, *of_adjoint), x, size, seed in known:
                 steps = step, adjoint_step
                 if self._ends is None:
@@ -170,6 +170,7 @@ class WayBack:
         if k == 1:  # the initial state is known: use it, not its reconstruction
             for x, initial in zip(self._read, tape.z0, strict=True):
                 x.copy_(initial)
+            self._has_z0 = all(x.stride() == z.stride() for x, z in zip(self._read, tape.z0, strict=True))
         if tape.learns:
             self._note_slopes(k, self._read, sign=-1)
         self._leave()
@@ -227,10 +228,10 @@ class WayBack:
         self._filled, self._is_kept = k, kept is not None and kept.outputs is not None
         self._outputs = kept.outputs if self._is_kept else self._evaluated_again(home, k)  # type: ignore[union-attr]
         assert self._outputs is not None
-        if self.at == 2 * self._tape.steps and self._sizes and self._scheme.resolution:
+        if self.at == 2 * self._tape.steps and self._is_compared:
             # A state below its resolution is 0, but the output of f need not be.
-            sizes = zip(self._sizes, map(typical_magnitude, self._outputs), strict=True)
-            self._seen = [torch.maximum(*pair) for pair in sizes]
+            rows = zip(self._read, self._outputs, strict=True) if self._scheme.resolution else zip(self._read)
+            self._magnitudes = [typical_magnitudes(*row) for row in rows]
 
     def _evaluated_again(self, home: Home, k: int) -> State:
         tape, f, places = self._tape, self._tape.f, self._tape.places
@@ -240,8 +241,9 @@ class WayBack:
 
         def evaluated() -> State:
             # With a different layout, f might compute different bits.
-            read = tape.z0 if k == 0 else self._read
-            if f.changes_its_input or k == 0:
+            is_own = k > 0 or self._has_z0
+            read = self._read if is_own else tape.z0
+            if f.changes_its_input or not is_own:
                 read = [x.clone() for x in read]
             leaves = [x.detach().requires_grad_() for x in read]
             with as_before, Filling(places, home, k):
@@ -258,11 +260,11 @@ class WayBack:
     def _arrive(self) -> None:
         """At the initial state, or where the backward pass ends: check the reconstruction."""
         tape, step = self._tape, self._scheme.at(2 * self._tape.first)
-        if self._sizes and tape.first == 0:
-            rows = zip(self._half_steps[0], self._apart(), tape.y0, self._sizes, strict=True)
+        if self._is_compared and tape.first == 0:
+            rows = zip(self._half_steps[0], self._apart(), tape.y0, self._floors(), strict=True)
             self._maxima += [h.invert_compare(o, x, s, None, None, None, step, step) for h, o, x, s in rows]
-        elif self._sizes:
-            self._maxima += map(apart, self._read, tape.end, self._sizes)
+        elif self._is_compared:
+            self._maxima += map(apart, self._read, tape.end, self._floors())
         if tape.learns and self.adjoint is not None:
             self._note_slopes(2 * tape.first, self._read, sign=1)
             before = tape.y0 if tape.first == 0 else self._before_turn()
@@ -285,12 +287,15 @@ class WayBack:
         """Check the reconstruction, and record the growth of the adjoint."""
         tape = self._tape
         assert tape.monitor is not None and tape.norms is not None
-        norms = None
         if self._size is not None and self.adjoint is not None:
-            y, z = (norm(x) / self._scheme.at(2 * tape.first + i).b for i, x in enumerate(self.adjoint))
-            norms = tape.adjoint.norms = torch.stack([self._size, torch.hypot(y, z)])
+            b = self._scheme.at(2 * tape.first).b, self._scheme.at(2 * tape.first + 1).b
+            tape.adjoint.sizes = Sizes(self._size, *map(norm, self.adjoint), b)
         of_z = tape.norms if self._ends is None else tape.norms.sum(1).to(self._ends.device)
-        tape.monitor.judge(self._maxima, of_z, self._seen, norms)
+        tape.monitor.judge(self._maxima, of_z, self._magnitudes, tape.adjoint.sizes)
+
+    def _floors(self) -> State:
+        """What errors are relative to, where the state is smaller."""
+        return [x[0] for x in self._magnitudes]
 
     def initial_grads(self, grads: Sequence[Tensor | None], apart: bool) -> tuple[State, State]:
         """The gradients with respect to z0 and y0, or their sum if they are not `apart`. Takes the product of the first
@@ -353,7 +358,8 @@ def scaled(grad: Tensor | None, factor: float, like: Tensor) -> Tensor:
     wide = torch.promote_types(like.dtype, torch.float32)
     if grad is None:
         return torch.zeros_like(like, dtype=wide)
-    return torch.empty_like(like, dtype=wide).copy_(grad).mul_(factor)
+    result = torch.empty_like(like, dtype=wide)
+    return torch.mul(grad, factor, out=result) if grad.dtype == wide else result.copy_(grad).mul_(factor)
 
 
 def inner(xs: State, ys: State) -> Tensor:

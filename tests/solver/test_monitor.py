@@ -110,9 +110,10 @@ def test_one_large_tensor_does_not_hide_an_error_in_another():
     [([3.0], 3.0), ([0.0, 0.0], 1e-30), ([0.0, -2.0, 0.0, 1.0, 9.0], 2.0), ([], 1e-30), ([1e-40], 1e-30)],
 )
 def test_the_typical_magnitude_is_the_median_of_what_is_not_zero(values, typical):
-    found = monitor.typical_magnitude(torch.tensor(values))
-    assert found.shape == () and found.dtype == torch.float32
-    assert found.item() == pytest.approx(typical)
+    found = monitor.typical_magnitudes(torch.tensor(values), 2 * torch.tensor(values))
+    assert found.shape == (2,) and found.dtype == torch.float32
+    assert found[0].item() == pytest.approx(typical)
+    assert found[1].item() == pytest.approx(typical if typical == 1e-30 else 2 * typical)
 
 
 def test_the_typical_magnitude_meets_every_feature():
@@ -122,9 +123,9 @@ def test_the_typical_magnitude_meets_every_feature():
         x = torch.ones(shape) * torch.tensor([1.0, 100.0] * 32).view(
             [-1 if i == axis else 1 for i in range(len(shape))]
         )
-        assert monitor.typical_magnitude(x).item() in (1.0, 100.0)
+        assert monitor.typical_magnitudes(x).item() in (1.0, 100.0)
         x.narrow(axis, 0, 40).fill_(5.0)
-        assert monitor.typical_magnitude(x).item() == 5.0
+        assert monitor.typical_magnitudes(x).item() == 5.0
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.75, 0.8, 0.9])
