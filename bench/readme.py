@@ -276,6 +276,24 @@ def examples(numbers):
     return markdown(["", *header], rows)
 
 
+def positions(numbers):
+    case, counted = "positions, wikitext2-tiny", "evaluations of a position"
+
+    def value(way, quantity):
+        return next(iter(numbers.by_size(case, way, quantity).values()))
+
+    def columns(start):
+        return [way for way in numbers.providers(case) if way.startswith(start)]
+
+    rows = []
+    for label, ways in (("all positions take N steps", columns("N")), ("each position by itself", columns("tol"))):
+        rows.append([f"{label}: evaluations", *(f"{value(way, counted):.1f}" for way in ways)])
+        rows.append(["perplexity", *(f"{value(way, 'perplexity'):.1f}" for way in ways)])
+    return markdown(
+        ["N, or tol", *(f"{n[4:]} / {tol[6:]}" for n, tol in zip(columns("N"), columns("tol"), strict=True))], rows
+    )
+
+
 def decode(numbers):
     cases = [(prompts, length) for length in (64, 512) for prompts in (1, 8, 64)]
 
@@ -345,6 +363,7 @@ TABLES = {
     "implicit": implicit,
     "decode": decode,
     "examples": examples,
+    "positions": positions,
     "predicted": predicted,
 }
 

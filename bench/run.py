@@ -1,7 +1,8 @@
 """Every benchmark, into bench/results/<device>/: one table (results.csv), plots, and the machine they were made on.
 
 make bench                 # all of it: under ten minutes on two cores
-make bench ONLY=update     # one of update, launch, host, step, breakdown, predict, convergence, decode, examples
+make bench ONLY=update     # one of update, launch, host, step, breakdown, predict, convergence, decode,
+                           # examples, positions
 make bench QUICK=1         # a minute, into a table of its own (quick.csv)
 """
 
@@ -39,6 +40,7 @@ PARTS = {
     "convergence": [str(HERE / "convergence.py")],
     "decode": [str(HERE / "decode.py")],
     "examples": [str(HERE / "examples.py")],
+    "positions": [str(HERE / "positions.py")],
 }
 
 BENCHMARKS = {
@@ -51,6 +53,7 @@ BENCHMARKS = {
     "convergence": ("residual", "gradient, ", "held out"),
     "decode": ("decode, ",),
     "examples": ("examples, ", "steps taken, "),
+    "positions": ("positions, ",),
 }
 """How the names of a part's benchmarks begin."""
 

@@ -301,7 +301,8 @@ def _tape(
 
 def _solution(tape: Tape, spec: TreeSpec, end: End) -> Solution:
     assert tape.norms is not None
-    norms, taken, scheme = tape.norms, tape.steps, tape.scheme
+    norms, scheme = tape.norms, tape.scheme
+    taken: Any = tape.steps
     if tape.ends is not None:
         norms, taken = norms.to(tape.ends.device), (tape.ends.clamp(max=2 * tape.steps) // 2).to(torch.int64)
     return Solution(

@@ -110,6 +110,7 @@ class Tape:
         self.ends: Tensor | None = None
         self._whole: Whole | None = None
         self._compacts = False
+        self._last_norms = self._host_ends = torch.empty(0, device="cpu")
         self.last: Last | None = None
         self.adjoint = Adjoint()
         self.plan: Plan | None = None

@@ -60,7 +60,7 @@ def compare(half_step, reference_half_step, operation, case, step, now, **more):
 def test_bits_of_every_dtype(half_step, operation, step, now):
     half_step, device = half_step
     for f_dtype, copy_dtype in zip(DTYPES, DTYPES[1:] + DTYPES[:1], strict=True):
-        case = tensors((5, 131), f_dtype, copy_dtype, device)
+        case = tensors((5, 144), f_dtype, copy_dtype, device)
         compare(half_step, reference.HalfStep, operation, case, step, now, seed=f_dtype)
 
 
@@ -72,11 +72,12 @@ RADICES = [Radix.nearest(0.5, 24), Radix.nearest(0.8, 20, 1.3), Radix.nearest(1.
 def test_bits_of_integers(exact_half_step, operation, radix):
     half_step, device = exact_half_step
     for now, dtype in zip((4, 5, 4, 5), DTYPES, strict=True):
-        case = [x.clamp(-9, 9) if x.dim() else x for x in tensors((5, 131), dtype, dtype, device)]
+        case = [x.clamp(-9, 9) if x.dim() else x for x in tensors((3, 144), dtype, dtype, device)]
         compare(half_step, reference_exact.HalfStep, operation, case, radix, now)
 
 
-SHAPES = [(0, 3), (3, 0), (1, 1), (1, 700), (7, 1), (23, 2), (2, CHUNK), (2, CHUNK + 1)]
+SHAPES = [(0, 3), (3, 0), (1, 1), (7, 1), (3, 144), (2, CHUNK), (2, CHUNK + 1), (1, CHUNK + 16)]
+"""Those of a multiple of 16 elements are what Triton has kernels for."""
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -126,14 +127,14 @@ def test_what_rests_by_hand(half_step):
 def test_sums_do_not_depend_on_the_neighbours(half_step):
     """Wherever an example stands, and among how many, its sums are the same to the last bit."""
     half_step, device = half_step
-    state, f = (wide_range((5, CHUNK + 300), torch.float64, device, seed).float() for seed in (1, 2))
+    state, f = (wide_range((3, CHUNK + 304), torch.float64, device, seed).float() for seed in (1, 2))
 
     def sums(rows):
         bound = half_step(state[rows].double(), state[rows].clone())
         bound.each(torch.full((len(rows),), 2, dtype=torch.int32, device=device), 1)
         return bound.relax_norms(f[rows], None, STEP).view(2, len(rows), -1).sum(-1)
 
-    together = sums([*range(5)])
-    for i in range(5):
+    together = sums([*range(3)])
+    for i in range(3):
         assert torch.equal(sums([i])[:, 0], together[:, i])
-    assert torch.equal(sums([3, 4])[:, 1], together[:, 4])
+    assert torch.equal(sums([2, 1])[:, 1], together[:, 1])
