@@ -1,12 +1,12 @@
-# Each target sets up what it needs in .venv, once. All it takes is python3 with venv; a C compiler is used if there is one,
-# and GPUs need it. VENV_FLAGS=--system-site-packages CONSTRAINTS=/dev/null uses the torch that is there.
+# Each target first installs into .venv. Requirements: python3 with venv, and a C compiler, which is optional on CPUs.
+# VENV_FLAGS=--system-site-packages CONSTRAINTS=/dev/null uses the installed torch.
 PYTHON ?= python3
 CONSTRAINTS ?= .ci/constraints.txt
 BIN := .venv/bin
 
 .PHONY: test demo bench gpu lint docs mutants versions dist clean
 
-# Two processes of one thread each: threads that wait for each other spin, and would slow both down.
+# Two processes with one thread each: spinning threads would slow both down.
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
@@ -16,7 +16,7 @@ demo: .venv/installed
 bench: .venv/installed
 	$(BIN)/python bench/run.py $(if $(ONLY),--only $(ONLY)) $(if $(QUICK),--quick)
 
-# Whatever a machine with a GPU can tell, in one file.
+# Tests and measures a GPU, and packs the results into one file.
 gpu: .venv/installed
 	$(BIN)/python bench/gpu.py $(if $(QUICK),--quick)
 
@@ -32,12 +32,12 @@ lint: .venv/installed
 docs: .venv/installed
 	$(BIN)/python docs/make_api.py
 
-# It goes on where it was interrupted.
+# An interrupted run resumes.
 mutants: .venv/installed
 	$(BIN)/python tests/tools/mutants
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --sample 300 tests/kernels/test_emulated_kernels.py
 
-# Every torch from the oldest to the newest: gigabytes, and hours. It goes on where it was interrupted.
+# Every torch from the oldest to the newest: gigabytes and hours. An interrupted run resumes.
 versions: .venv/installed
 	$(BIN)/python tests/tools/versions.py $(ONLY)
 
@@ -45,7 +45,7 @@ dist: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine
 	rm -rf dist && $(BIN)/python -m build && $(BIN)/python -m twine check --strict dist/*
 
-# The torch for AMD's or Intel's GPUs has a Triton of its own, under another name, which one in .venv would hide.
+# torch for AMD or Intel GPUs has its own Triton, under another name, which one in .venv would hide.
 .venv/installed: setup.py .ci/build_backend.py pyproject.toml .ci/constraints.txt kernels/common.h kernels/cpu.c kernels/cpu_exact.c
 	@echo "Setting up .venv (torch is large: this takes a minute or two) ..."
 	$(PYTHON) -m venv $(VENV_FLAGS) .venv

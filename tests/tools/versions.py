@@ -1,12 +1,12 @@
-"""Which torch, Triton and Python this was run with: `make versions` writes docs/versions.md.
+"""Tests with every supported torch, Triton and Python: `make versions` writes docs/versions.md.
 
     python tests/tools/versions.py                      # every version of VERSIONS that has no row yet
     python tests/tools/versions.py 2.15.0               # these, again
     python tests/tools/versions.py 2.15.0 --python 3.12 # with another Python
 
-For each there is a virtual environment in .venv/versions (up to 7 GB), which goes when its row is there. The package is
-installed in it, the tests of solver and kernels are run, and every kernel is compiled for GPUs that need not be here.
-Triton 3.4 brings no linker for AMD's: TRITON_HIP_LLD_PATH names ROCm's, or an ld.lld of LLVM 16 or later.
+Each version gets a virtual environment in .venv/versions (up to 7 GB), which is deleted when its row is written. It runs
+the tests of solver and kernels, and cross-compiles every kernel. Triton 3.4 has no linker for AMD GPUs: set
+TRITON_HIP_LLD_PATH to ROCm's, or to an ld.lld of LLVM 16 or later.
 """
 
 import argparse
@@ -26,20 +26,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TABLE, FOLDER = ROOT / "docs" / "versions.md", ROOT / ".venv" / "versions"
 VERSIONS = {"2.10.0": "3.10", "2.13.0": "3.12", "2.15.0": "3.15"}
-"""From the oldest torch that is promised to the newest, with a Python for each."""
+"""From the oldest supported torch to the newest, with a Python for each."""
 
 GPUS = ("sm_80", "sm_90", "gfx942")
 """A100, H100 and MI300."""
 
 NOT_RUN = "not run"
-"""Instead of a number of tests, where only the kernels were compiled."""
+"""In place of the number of tests, if only the kernels were compiled."""
 
 COLUMNS = ("torch", "Triton", "Python", "passed", "failed", "skipped", *GPUS, "date")
 TEXT = """# Versions
 
-What `make versions` found with each torch, the Triton that came with it, and a Python: the tests of solver and
-kernels, without a GPU, and how many of the Triton kernels compile for an A100 (sm_80), an H100 (sm_90) and an MI300
-(gfx942).
+The results of `make versions` for each torch, with its Triton and a Python: the tests of solver and kernels, without a
+GPU, and how many of the Triton kernels compile for an A100 (sm_80), an H100 (sm_90) and an MI300 (gfx942).
 
 """
 
