@@ -4,8 +4,8 @@
     python tests/tools/versions.py 2.15.0               # these, again
     python tests/tools/versions.py 2.15.0 --python 3.12 # with another Python
 
-Each version gets a virtual environment in .venv/versions (up to 7 GB), which is deleted when its row is written. It runs
-the tests of solver and kernels, and cross-compiles every kernel. Triton 3.4 has no linker for AMD GPUs: set
+Each version gets a virtual environment in .venv/versions (up to 7 GB), which is deleted when its row is written. It
+runs the tests of solver and kernels, and cross-compiles every kernel. Triton 3.4 has no linker for AMD GPUs: set
 TRITON_HIP_LLD_PATH to ROCm's, or to an ld.lld of LLVM 16 or later.
 """
 
