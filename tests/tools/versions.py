@@ -31,14 +31,12 @@ VERSIONS = {"2.10.0": "3.10", "2.13.0": "3.12", "2.15.0": "3.15"}
 GPUS = ("sm_80", "sm_90", "gfx942")
 """A100, H100 and MI300."""
 
-NOT_RUN = "not run"
-"""In place of the number of tests, if only the kernels were compiled."""
-
 COLUMNS = ("torch", "Triton", "Python", "passed", "failed", "skipped", *GPUS, "date")
 TEXT = """# Versions
 
 The results of `make versions` for each torch, with its Triton and a Python: the tests of solver and kernels, without a
-GPU, and how many of the Triton kernels compile for an A100 (sm_80), an H100 (sm_90) and an MI300 (gfx942).
+GPU, and how many of the Triton kernels compile for an A100 (sm_80), an H100 (sm_90) and an MI300 (gfx942). "In part" is
+a run that was stopped after so many tests, and has to be repeated.
 
 """
 
@@ -53,7 +51,7 @@ def main() -> None:
     if arguments.compile:
         print(json.dumps(compiled()))
         return
-    done = {row["torch"] for row in rows() if row["passed"] != NOT_RUN}
+    done = {row["torch"] for row in rows() if row["passed"].replace(",", "").isdigit()}
     for torch in arguments.versions or [x for x in VERSIONS if x not in done]:
         python = interpreter(arguments.python or VERSIONS.get(torch, ""))
         environment = FOLDER / f"torch-{torch}-{Path(python).resolve().name}"
