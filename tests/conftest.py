@@ -88,6 +88,7 @@ SLOWLY_SIMULATED = {
     "test_gradcheck",
     "test_gradient_equals_stored_graph_in_the_settings_of_the_paper",
     "test_both_passes_give_f_the_same_inputs_bit_for_bit",
+    "test_f_may_return_one_part_of_its_state_as_another",
 }
 """Left out by default (`pytest -m full`): together the others take half a minute."""
 

@@ -1,6 +1,9 @@
 """The examples run as their docstrings say, and show what they claim."""
 
+import dataclasses
+import importlib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -14,6 +17,7 @@ import pytest
 import torch
 
 import revdeq.examples
+from revdeq.cli.demo import Digits
 from revdeq.examples import ddp, recursive
 
 FOLDER = Path(revdeq.examples.__path__[0])
@@ -55,6 +59,29 @@ def run(example, *launcher):
     return [[float(n.replace(",", "")) for n in NUMBER.findall(line)] for line in result.stdout.splitlines()]
 
 
+def few_digits(load):
+    digits = load()
+    chosen = {name: getattr(digits, name)[:96] for name in ("images", "labels", "test_images", "test_labels")}
+    return dataclasses.replace(digits, **chosen)
+
+
+@pytest.mark.parametrize("name", ["autocast", "cnn", "inference", "looped_transformer", "swap_torchdeq", "text"])
+def test_an_example_runs(name, monkeypatch, capsys):
+    """Briefly; whether it shows what it claims takes minutes (pytest -m full)."""
+    if name == "swap_torchdeq":
+        pytest.importorskip("torchdeq", reason="torchdeq is not installed: pip install 'revdeq[torchdeq]'")
+    load = Digits.load
+    monkeypatch.setattr(Digits, "load", lambda *args: few_digits(load))
+    example = importlib.import_module(f"revdeq.examples.{name}")
+    main = inspect.signature(example.main)
+    try:
+        example.main(**({"updates": 2} if "updates" in main.parameters else {}))
+    finally:
+        torch.set_default_device(None)
+    assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+@pytest.mark.full
 def test_an_equilibrium_in_a_cnn_has_a_third_of_the_parameters_and_is_about_as_accurate():
     (blocks, accuracy), (fewer, with_equilibrium) = run("cnn")
     assert fewer < 0.4 * blocks
@@ -62,6 +89,7 @@ def test_an_equilibrium_in_a_cnn_has_a_third_of_the_parameters_and_is_about_as_a
     assert with_equilibrium > 94
 
 
+@pytest.mark.full
 def test_swapping_the_solver_of_torchdeq_makes_the_gradient_exact():
     pytest.importorskip("torchdeq", reason="torchdeq is not installed: pip install 'revdeq[torchdeq]'")
     _, implicit, reversible, *_ = run("swap_torchdeq")
@@ -72,6 +100,7 @@ def test_swapping_the_solver_of_torchdeq_makes_the_gradient_exact():
     assert reversible[-1] < 1e-6
 
 
+@pytest.mark.full
 def test_a_looped_transformer_sorts_better_the_longer_it_thinks():
     *training, one, two, four, eight = run("looped_transformer")
     assert training[-1][1] < 0.2 * training[0][1]  # the loss
@@ -79,13 +108,14 @@ def test_a_looped_transformer_sorts_better_the_longer_it_thinks():
     assert four[1] > 85 and four[1] > one[1]
 
 
+@pytest.mark.full
 def test_a_looped_transformer_of_ones_own_writes_the_same_with_caches():
     *training, cached, whole = run("text")
     assert training[-1][1] < 0.2  # the loss
     assert cached[0] == whole[0] > 95
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_recursive_model_learns_and_halts(bf16, capsys):
     """What it takes to solve sudokus is two minutes; a few updates tell clues from empty cells."""
     threads = torch.get_num_threads()
@@ -122,12 +152,14 @@ def test_a_puzzle_has_one_solution_and_halts_alone():
         assert torch.equal(mixed["z"]["answer"][k], carry["z"]["answer"][k])
 
 
+@pytest.mark.full
 def test_a_model_is_tuned_in_bfloat16_from_a_checkpoint_in_float32():
     _, _, (before,), after = run("autocast")
     assert before < 30
     assert after[0] > 85
 
 
+@pytest.mark.full
 def test_inference_stops_at_the_tolerance_or_at_the_budget():
     lines = [line for line in run("inference") if line]
     table, each, (warm, cold) = lines[:4], lines[4:7], lines[7]
@@ -176,6 +208,7 @@ def test_processes_under_torchrun_keep_equal_parameters():
     assert accuracy > 90
 
 
+@pytest.mark.full
 def test_a_graph_network_is_right_once_it_looks_far_enough():
     _, _, _, *rows = run("graph")
     steps, hops, accuracy, memory = zip(*rows, strict=True)

@@ -26,7 +26,13 @@ MEASURED = [RESULTS / "amd-epyc-2-threads" / name for name in ("results.csv", "l
 PICTURES = [picture for path in MEASURED for picture in plots.figures(table.read(path))]
 
 
-@pytest.mark.parametrize(("name", "suffix", "figure"), PICTURES, ids=[name + suffix for name, suffix, _ in PICTURES])
+@pytest.mark.parametrize(
+    ("name", "suffix", "figure"),
+    [
+        pytest.param(*picture, id=picture[0] + picture[1], marks=[pytest.mark.full] if picture[1] else [])
+        for picture in PICTURES  # a dark one is the same in other colours
+    ],
+)
 def test_the_plots_of_the_benchmarks(name, suffix, figure):
     assert readable.complaints(figure, PAGES[suffix]) == []
 

@@ -131,7 +131,9 @@ def test_one_wrong_bit_in_one_of_several_tensors_is_found(monkeypatch):
     assert "relax (float64 state of 3 tensors, f in float32)" in finding.text
 
 
-@pytest.mark.parametrize("operation", ["_relax", "_invert", "invert_compare"])
+@pytest.mark.parametrize(
+    "operation", ["_invert", *(pytest.param(name, marks=pytest.mark.full) for name in ("_relax", "invert_compare"))]
+)
 def test_a_wrong_exact_operation_is_found(monkeypatch, capsys, operation):
     monkeypatch.setattr(cpu, "library", None)
     right = getattr(reference_exact.HalfStep, operation)

@@ -137,8 +137,7 @@ def test_threads_change_no_bit(norms):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.7])
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("norms", "gamma"), [(False, 1.0), (True, 0.7)])
 @pytest.mark.parametrize("beta", [*BETAS, 0.3, 1.7])
 def test_bits_equal_the_reference_for_every_beta(exact_half_step, beta, norms, gamma):
     half_step, device = exact_half_step
@@ -153,11 +152,10 @@ def test_bits_equal_the_reference_for_every_beta(exact_half_step, beta, norms, g
 @pytest.mark.parametrize(("f_dtype", "copy_dtype"), [*itertools.product(DTYPES, DTYPES)])
 def test_bits_equal_the_reference_for_every_pair_of_dtypes(exact_half_step, f_dtype, copy_dtype, gamma):
     half_step, device = exact_half_step
-    settings = {"half_steps": 6, "f_dtype": f_dtype, "copy_dtype": copy_dtype, "n": 1300}
-    for beta in (0.8, 0.6):
-        radix = Radix.nearest(beta, 24, gamma)
-        expected = roundtrip(exact.HalfStep, radix, device, **settings)
-        assert all(map(torch.equal, roundtrip(half_step, radix, device, **settings), expected))
+    settings = {"half_steps": 4, "f_dtype": f_dtype, "copy_dtype": copy_dtype, "n": 1300}
+    radix = Radix.nearest(0.8 if gamma == 1 else 0.6, 24, gamma)
+    expected = roundtrip(exact.HalfStep, radix, device, **settings)
+    assert all(map(torch.equal, roundtrip(half_step, radix, device, **settings), expected))
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 255, 257, 1023, 1025, 4097])
@@ -221,7 +219,7 @@ def blocks():
     }
 
 
-@pytest.mark.parametrize("max_steps", [1, 4, 8, 13, 64])
+@pytest.mark.parametrize("max_steps", [1, 8, 13, 64])
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("name", ["mlp", "conv", "transformer"])
 def test_the_backward_pass_computes_what_the_forward_pass_computed(name, beta, max_steps):

@@ -678,7 +678,10 @@ def test_a_compiled_model_around_the_solve_breaks_its_graph_once():
 
 @pytest.mark.cpu
 @compiled
-@pytest.mark.parametrize("kind", ["as it is", "module", "in place", "in a closure"])
+@pytest.mark.parametrize(
+    "kind",
+    ["as it is", "in a closure", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("module", "in place"))],
+)
 def test_a_compiled_model_says_once_that_its_f_is_not(kind, caplog, monkeypatch):
     monkeypatch.setattr("revdeq._solver.solve._said", False)
     torch._dynamo.reset()

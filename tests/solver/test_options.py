@@ -222,7 +222,7 @@ def test_with_a_second_coefficient_both_passes_compute_the_same(state, block):
 
 
 def test_every_backend_gives_the_same_with_a_second_coefficient(backend):
-    f, x = Block(16), torch.randn(300, 16)
+    f, x = Block(16), torch.randn(20, 16)
 
     def run(state):
         f.zero_grad()

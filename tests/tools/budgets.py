@@ -201,7 +201,7 @@ class Budget:
         """The rest takes minutes: pytest -m full."""
         if target in ("sm_90", "gfx942"):
             return True
-        return self.kernel in ("relax", "invert_adjoint", "exact relax", "exact invert_adjoint, spill")
+        return self.kernel in ("relax", "exact invert_adjoint, spill")
 
     def for_this_triton(self, target: str, found: Statistics) -> Statistics:
         """What is allowed where this was found."""

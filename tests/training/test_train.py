@@ -205,11 +205,12 @@ def whole(folder, tmp_path_factory):
     return out
 
 
+ENDS = [crash_in_evaluation, crash_between_best_and_last, crash_in_the_middle_of_a_file, stop_by_signal]
+
+
 @pytest.mark.parametrize(
-    "end",
-    [crash_in_update, crash_in_evaluation, crash_between_best_and_last, crash_in_the_middle_of_a_file, stop_by_signal],
+    ("name", "end"), [*((name, crash_in_update) for name in SETTINGS), *(("wikitext2-tiny", end) for end in ENDS)]
 )
-@pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_goes_on_bit_for_bit_wherever_it_ended(name, end, folder, whole, tmp_path):
     for at in (3, 11):
         with pytest.MonkeyPatch.context() as monkeypatch:
