@@ -291,7 +291,8 @@ class Steps:
         products, maxima = others
         if tape.monitor is not None:
             if growth is not None:
-                tape.adjoint.sizes = Sizes(growth, *map(norm, self._adjoint), (step.b, step.b))
+                y, z = map(norm, self._adjoint)
+                tape.adjoint.sizes = Sizes(growth, y, z, (step.b, step.b))
             assert tape.norms is not None
             tape.monitor.judge(maxima, tape.norms, magnitudes, tape.adjoint.sizes)
         by_z0 = []

@@ -289,7 +289,8 @@ class WayBack:
         assert tape.monitor is not None and tape.norms is not None
         if self._size is not None and self.adjoint is not None:
             b = self._scheme.at(2 * tape.first).b, self._scheme.at(2 * tape.first + 1).b
-            tape.adjoint.sizes = Sizes(self._size, *map(norm, self.adjoint), b)
+            y, z = map(norm, self.adjoint)
+            tape.adjoint.sizes = Sizes(self._size, y, z, b)
         of_z = tape.norms if self._ends is None else tape.norms.sum(1).to(self._ends.device)
         tape.monitor.judge(self._maxima, of_z, self._magnitudes, tape.adjoint.sizes)
 
