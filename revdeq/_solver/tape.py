@@ -89,6 +89,9 @@ class Tape:
     plan: of captured steps (captured.py), which of them spill remainders.
     """
 
+    _last_norms: Tensor
+    _host_ends: Tensor
+
     def __init__(
         self,
         f: Call,
@@ -110,7 +113,6 @@ class Tape:
         self.ends: Tensor | None = None
         self._whole: Whole | None = None
         self._compacts = False
-        self._last_norms = self._host_ends = torch.empty(0, device="cpu")
         self.last: Last | None = None
         self.adjoint = Adjoint()
         self.plan: Plan | None = None
