@@ -281,7 +281,7 @@ def _solved(
     ends: list[int],
     tol: float | None,
     settings: dict[str, Any],
-    draw: list[Tensor | None],
+    draw: list[Tensor],
 ) -> tuple[list[Any], int]:
     """The states after these steps, and the number of evaluations."""
     leaf = z[0] if isinstance(z, tuple) else z
@@ -349,7 +349,7 @@ def _remembered(memory: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _drawing(device: torch.device, states: list[Tensor | None]) -> Iterator[None]:
+def _drawing(device: torch.device, states: list[Tensor]) -> Iterator[None]:
     """Context manager: f sees the random numbers of the solve; the generators are restored afterwards."""
     after = _device.generator_states(device)
     _device.set_generator_states(device, states)

@@ -53,7 +53,7 @@ class Problem:
     indexed: bool
     aux: bool
     device: torch.device
-    random: Sequence[Tensor | None]
+    random: Sequence[Tensor]
 
     def rewind(self) -> None:
         _device.set_generator_states(self.device, self.random)
