@@ -196,7 +196,7 @@ class AsBefore:
         self._kept = contents(call.slots)
         torch.set_grad_enabled(True)
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception: Any) -> None:
         torch.set_grad_enabled(False)
         self._call._run = self._call.f
         put_back(self._call.slots, self._kept)

@@ -32,6 +32,7 @@ def refuse_device(name: str, device: torch.device) -> None:
 
 def checked_state(z0: Any, called: str = "z0") -> tuple[State, TreeSpec]:
     """The tensors of z0, and its structure."""
+    paths: list[Any]
     if isinstance(z0, Tensor):
         paths, spec = [((), z0)], _LEAF
     else:

@@ -452,8 +452,8 @@ class Tape:
         self.half_steps, self._home, self._start, self._sums = ([], []), None, Start([], []), None
         self._read = self._other = []
         self._kept.clear()
-        aux = None if spec is None else tree_unflatten(aux, spec)
-        return End(values[:size], values[size:], aux, (y_states, z_states))
+        beside = None if spec is None else tree_unflatten(aux, spec)
+        return End(values[:size], values[size:], beside, (y_states, z_states))
 
     # Backward, called by the engine
 
@@ -695,4 +695,6 @@ class _End(torch.autograd.Function):
 
 
 # Skips checks for torch.func transforms, which take 2 us and do not apply.
-_begin, _relax, _end = (super(torch.autograd.Function, node).apply for node in (_Begin, _Relax, _End))
+_begin = super(torch.autograd.Function, _Begin).apply
+_relax = super(torch.autograd.Function, _Relax).apply
+_end = super(torch.autograd.Function, _End).apply
