@@ -24,7 +24,8 @@ def each_block(
     OPERATION: tl.constexpr, pointers, numbers, n, each, BLOCK: tl.constexpr, p_alarm=None, LANES: tl.constexpr = None
 ):  # fmt: skip
     """An operation on a program's block. Nothing is added up; with `p_alarm`, the last of what would be is an alarm."""
-    first, end, left = _part(n, each, BLOCK)
+    first, end = _part(n, each, BLOCK)
+    left = None if each[0] is None else _left(each, BLOCK)
     o_x = first + offsets(BLOCK)
     if first + BLOCK <= end:
         _block(OPERATION, pointers, numbers, o_x, None, left, p_alarm, LANES)
@@ -34,27 +35,38 @@ def each_block(
 
 @triton.jit
 def _part(n, each, SIZE: tl.constexpr):
-    """Where a program's elements begin, where their example ends, and in how many half-steps it still takes part.
+    """Where a program's elements begin, and where their example ends.
 
     each: how many half-steps each example takes part in, the number of this one, and a sixteenth of the number of
     elements of an example: the compiler then knows that accesses may be as wide as elsewhere."""
-    p_ends, now, sixteenth = each
-    if p_ends is None:
-        return tl.program_id(0).to(tl.int64) * SIZE, n, None
+    if each[0] is None:
+        return tl.program_id(0).to(tl.int64) * SIZE, n
     else:  # noqa: RET505
-        length = sixteenth.to(tl.int64) * 16
-        programs = ((length + (SIZE - 1)) // SIZE).to(tl.int32)
-        example = tl.program_id(0) // programs
+        length, programs, example = _example(each[2], SIZE)
         begin = example.to(tl.int64) * length
-        first = begin + (tl.program_id(0) - example * programs).to(tl.int64) * SIZE
-        return first, begin + length, tl.load(p_ends + example) - now
+        return begin + (tl.program_id(0) - example * programs).to(tl.int64) * SIZE, begin + length
+
+
+@triton.jit
+def _left(each, SIZE: tl.constexpr):
+    """In how many half-steps a program's example still takes part."""
+    _, _, example = _example(each[2], SIZE)
+    return tl.load(each[0] + example) - each[1]
+
+
+@triton.jit
+def _example(sixteenth, SIZE: tl.constexpr):
+    """The number of elements and of programs of each example, and which one this program's is."""
+    length = sixteenth.to(tl.int64) * 16
+    programs = ((length + (SIZE - 1)) // SIZE).to(tl.int32)
+    return length, programs, tl.program_id(0) // programs
 
 
 @triton.jit
 def _block(
     OPERATION: tl.constexpr, pointers, numbers, o_x, n, left, p_alarm, LANES: tl.constexpr
 ):  # fmt: skip
-    m_x = _mask(o_x, n)
+    m_x = None if n is None else o_x < n  # all, in a full block; a function cannot return None in Triton 3.6
     stores, added = OPERATION(pointers, numbers, o_x, m_x, left)
     _store_all(stores, o_x, m_x)
     if p_alarm is not None:
@@ -68,7 +80,8 @@ def each_chunk(
 ):  # fmt: skip
     """An operation on the rows of a program's chunk, GROUP of them at a time. Returns the totals, which begin as given:
     floats are added up, row by row, and of integers the largest is kept."""
-    first, end, left = _part(n, each, ROWS * LANES)
+    first, end = _part(n, each, ROWS * LANES)
+    left = None if each[0] is None else _left(each, ROWS * LANES)
     if first + ROWS * LANES <= end:
         totals = _groups(OPERATION, pointers, numbers, totals, first, None, left, ROWS // GROUP, GROUP, LANES)
     else:
@@ -94,20 +107,13 @@ def _rows(
     OPERATION: tl.constexpr, pointers, numbers, totals, o_x, n, left, MORE: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """A row, and MORE of them after it, which are loaded before this one is stored."""
-    m_x = _mask(o_x, n)
+    m_x = None if n is None else o_x < n  # all, in a full block; a function cannot return None in Triton 3.6
     stores, added = OPERATION(pointers, numbers, o_x, m_x, left)
     totals = _with(totals, added)
     if MORE > 0:
         totals = _rows(OPERATION, pointers, numbers, totals, o_x + LANES, n, left, MORE - 1, LANES)
     _store_all(stores, o_x, m_x)
     return totals
-
-
-@triton.jit
-def _mask(o_x, n):
-    """Which elements an operation is for: all of them (None) in a full block or chunk, which is given no n. Whoever
-    leaves out others does it here."""
-    return None if n is None else o_x < n
 
 
 @triton.jit

@@ -209,7 +209,7 @@ class AsBefore:
             for key in set(x._backward_hooks or ()) - before:
                 del x._backward_hooks[key]  # type: ignore[union-attr]
         if self._restored is not None:
-            self._restored.__exit__(*exception)  # type: ignore[arg-type]
+            self._restored.__exit__(*exception)
 
 
 def _cached(x: Any) -> int | None:
