@@ -259,7 +259,11 @@ class Tape:
 
     def _evaluate(self, k: int, read: State, record: bool) -> State:
         """Evaluate f. With `record`, its outputs are part of the graph, without the saved tensors of the evaluation."""
-        f, places, keep = self.f, self.places, self._keep if record else 0
+        f, places = self.f, self.places
+        # Where the last evaluation is known, the ones before those that are kept need not be kept for a while, too.
+        ends_early = self.options.tol is not None or self._is_stepwise
+        kept = record and (ends_early or k >= 2 * self.options.max_steps - self._keep)
+        keep = self._keep if kept else 0
         mixes, changes = self.scheme.at(k).c != 0, f.changes_its_input
         # Copies of the input: an evaluation that draws may have to be repeated.
         spares = mixes or self._is_stepwise or f.draw.draws or self.options.gradient == "implicit"
