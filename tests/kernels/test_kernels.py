@@ -329,7 +329,7 @@ def test_more_than_two_to_the_31_elements_in_c():
     (ctypes.c_float * window).from_address(f)[:] = [1.0] * window
     beta = 2.0**-10
     step = cpu.Packed(1 - beta, beta, 0)
-    bound = cpu.Bound(state, copy, n, step, step, cpu.CODE[torch.float32])
+    bound = cpu.Bound(state, copy, n, step, step, cpu.CODE[torch.float32], cpu.Examples(1, n, None, 1, 0))
     cpu.library.revdeq_relax(ctypes.addressof(bound), f, cpu.CODE[torch.float32], 1, None)
     steps = [0.0]
     for _ in range(513):

@@ -526,7 +526,7 @@ def test_what_cannot_be_classified_is_named(runs, pictures, tmp_path, monkeypatc
     with pytest.raises(DataError):
         classify(run, [tmp_path / "none"])
     told = []
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="not a readable image"):
         told.extend(classify(run, [pictures], device="cpu"))
     readable = {file.name for file in pictures.iterdir() if file.suffix != ".txt"} - {"f.png"}
     assert {guess.file.name for guess in told} == readable

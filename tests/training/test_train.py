@@ -655,7 +655,7 @@ def test_a_folder_with_another_run_is_left_alone(folder, tmp_path, monkeypatch, 
             ["cifar10-tiny", *settings, "--set", "lr=0.1", "--resume"],
             "other settings, lr=0.003 (asked for: 0.1)",
         ),
-        (["wikitext2-tiny", "--resume"], "with preset=cifar10-tiny (asked for: wikitext2-tiny)"),
+        (["wikitext2-tiny", "--resume"], "preset=cifar10-tiny (asked for: wikitext2-tiny)"),
     ]
     for arguments, message in cases:
         assert command(monkeypatch, "train", *arguments, "--data", folder, "--out", out) == 1
