@@ -188,7 +188,9 @@ def peak_memory(run: Callable[[], Any], device: torch.device | str = "cpu") -> i
         gpu.reset_peak_memory_stats(device)
         run()
         return gpu.max_memory_allocated(device) - before
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    # Torch 2.10 warns that events are cleared after each cycle, unless they are kept.
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    profile = torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True)
     with _standard_error_closed():
         profile.start()
     try:
