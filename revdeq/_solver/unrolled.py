@@ -48,18 +48,18 @@ def unrolled(
     return tuple(last)
 
 
-_TELLS_EXPORT = torch.__version__ >= (2, 13)
+_TELLS_EXPORT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 """Before, is_exporting() is always True where torch.compile traces it, and a solve would be unrolled there."""
 
 
 def _is_exporting() -> bool:
-    return torch.compiler.is_exporting() and (_TELLS_EXPORT or not torch.compiler.is_dynamo_compiling())  # type: ignore[attr-defined]
+    return torch.compiler.is_exporting() and (_TELLS_EXPORT or not torch.compiler.is_dynamo_compiling())
 
 
 def is_traced() -> bool:
     """Whether operations are being recorded, by torch.export, torch.jit.trace, make_fx or an exporter based on them,
     which would miss our kernels."""
-    if torch.jit.is_tracing() or _is_exporting():
+    if torch.jit.is_tracing() or _is_exporting():  # type: ignore[attr-defined]
         return True
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return proxies is not None and proxies.get_proxy_mode() is not None

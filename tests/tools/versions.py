@@ -110,7 +110,8 @@ def tested(environment: Path, file: Path) -> Counter[str]:
         command = [environment / "bin" / "python", "-I", "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
         with log.open("w") as output:
             threads = {"OMP_NUM_THREADS": "1"}
-            subprocess.run(command, cwd=ROOT, env=os.environ | threads, stdout=output, stderr=subprocess.STDOUT)
+            # Elsewhere than in the clone, which processes that a test starts would import.
+            subprocess.run(command, cwd=environment, env=os.environ | threads, stdout=output, stderr=subprocess.STDOUT)
             output.write("\ndone\n")
     summary = re.findall(r"^(?:=+ )?(\d+ \w+.*) in [\d.]+s", log.read_text(), re.M)
     counts = Counter({kind.removesuffix("s"): int(n) for n, kind in re.findall(r"(\d+) (\w+)", "".join(summary[-1:]))})
