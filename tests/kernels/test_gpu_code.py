@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import gpu_targets
 import pytest
+import torch
 from gpu_targets import TARGETS, compiling, skip_without_the_compiler
 
 skip_without_the_compiler()
@@ -139,6 +140,23 @@ def test_a_loop_is_counted_as_often_as_it_is_run(target):
     once, all_of_them = (machine_code.executed(compiled[0], n) for n in (1, passes))
     assert sum(it.access == ("load", 16) for it in all_of_them) == budget.rows
     assert len(once) < len(all_of_them) < passes * len(once) or passes == 1
+
+
+@pytest.mark.parametrize("target", ["sm_90", *(pytest.param(x, marks=pytest.mark.full) for x in ("sm_80", "gfx942"))])
+def test_examples_that_rest_cost_few_registers(target):
+    """And nothing is spilled or passes through shared memory."""
+    seed = budgets.zeros(torch.float32)
+    for launch in (float64_state, exact_state):
+        for operation in ("relax", "relax_norms", "invert", "invert_adjoint"):
+            more = {"seed": seed} if operation == "invert_adjoint" else {}
+            found = []
+            for examples in (0, 64):
+                with compiling(TARGETS[target]) as compiled:
+                    launch(operation, examples=examples, **more)
+                found.append(machine_code.statistics(compiled[0]))
+            plain, resting = found
+            assert resting.spilled == resting.shared == resting.barriers == 0, operation
+            assert resting.registers <= plain.registers + 16, (operation, plain.registers, resting.registers)
 
 
 def test_a_chunk_begins_at_a_64_bit_offset():

@@ -87,9 +87,12 @@ def float64_state(
     gamma: float = 1.0,
     n: int = MANY,
     seed: torch.Tensor | None = None,
+    examples: int = 0,
 ) -> None:
-    """Launches an operation on the float64 state."""
+    """Launches an operation on the float64 state, or on examples of it that may rest."""
     bound = backends.gpu.HalfStep(zeros(torch.float64, n), zeros(dtype, n))
+    if examples:
+        bound.each(zeros(torch.int32, examples), 2)
     getattr(bound, operation)(*arguments(operation, dtype, Coefficients.rounded(beta, gamma), n, seed))
 
 
@@ -100,12 +103,15 @@ def exact_state(
     n: int = MANY,
     seed: torch.Tensor | None = None,
     spill: bool = False,
+    examples: int = 0,
 ) -> None:
     """The same on the integer state."""
     radix = Radix.nearest(beta, 24, gamma)
     state, copy, aside = zeros(torch.int64, n), zeros(torch.float32, n), [zeros(torch.int32, n)]
     bound = backends.gpu_exact.HalfStep(state, copy, [radix] * 64, aside)
     bound.done = (radix.free_half_steps if spill else 0) + operation.startswith("invert")
+    if examples:
+        bound.each(zeros(torch.int32, examples), 2)
     getattr(bound, operation)(*arguments(operation, torch.float32, radix, n, seed))
 
 
