@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from .cli.commands import COMMANDS
+from .cli.output import while_it_is_read
 
 
 def main() -> int:
@@ -21,4 +22,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with while_it_is_read():
+        sys.exit(main())

@@ -190,6 +190,12 @@ for name in ("kernels.backends", "kernels.cpu"):
 
 
 def test_without_docstrings_and_assertions():
-    program = "import revdeq, torch; print(revdeq.solve(lambda z: 0.5 * z + 1, torch.zeros(3)).steps)"
+    program = """
+import revdeq, torch
+f, z0, x = lambda z, x: 0.5 * z + x, torch.zeros(3, 4), torch.ones(3, 4, requires_grad=True)
+deq = revdeq.RevDEQ(f, max_steps=2)
+deq(x).sum().backward()
+print(deq.tune(x).beta != 0.5, revdeq.verify(f, z0, x).exact, revdeq.solve(f, z0, x).steps)
+"""
     done = subprocess.run([sys.executable, "-OO", "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "8"
+    assert done.stdout.strip() == "True True 8"

@@ -10,6 +10,7 @@ once more at the input of its last evaluation, and all products use that graph.
 
 import contextlib
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from torch import Tensor
 from .. import kernels
 from .call import AsBefore
 from .context import OnceMore
-from .places import Filling
-from .private import graph_is_kept
+from .places import Filled, Filling
+from .private import graph_is_kept, not_refusing_to_overwrite
 from .state import State, dense
 from .tape import Tape, backward, refuse_other_derivatives, relax, relax_norms
 from .way_back import no_leaf, norm, scaled
@@ -84,13 +85,13 @@ def _solved(ctx: Any, seeds: State) -> State:
         for copy in (y_copy, z_copy)
     ]
     sources = [i for i, x in enumerate(ctx.outputs) if x.requires_grad]
+    product = _Product(ctx.tape.places.filled[ctx.k])
 
     def mapped(u: State) -> State:
         outputs = [ctx.outputs[i] for i in sources]
         # Copies, because a hook in f may modify its gradient in place.
         given = [u[i].to(x.dtype, copy=True) for i, x in zip(sources, outputs, strict=True)]
-        products = torch.autograd.grad(outputs, ctx.given, given, retain_graph=True, allow_unused=True)
-        return [torch.add(g, v) for g, v in zip(seeds, dense(products, u), strict=True)]
+        return [torch.add(g, v) for g, v in zip(seeds, dense(product(outputs, ctx.given, given), u), strict=True)]
 
     adjoint.steps = 0
     while True:
@@ -105,6 +106,37 @@ def _solved(ctx: Any, seeds: State) -> State:
         adjoint.change = change / value.clamp(min=torch.finfo(value.dtype).tiny)
         if last or (options.tol is not None and _has_arrived(adjoint.change, options.tol)):
             return z_copy
+
+
+class _Product:
+    """Vector-Jacobian products through one evaluation of f, which saved the given tensors."""
+
+    def __init__(self, filled: Filled) -> None:
+        self._filled = filled
+        self._around: Callable[[], Any] = contextlib.nullcontext
+
+    def __call__(self, *given: State) -> tuple[Tensor | None, ...]:
+        try:
+            with self._around():
+                return torch.autograd.grad(*given, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            if "donated buffer" not in str(error) or self._around == self._copied:
+                raise
+        self._around = self._copied
+        return self(*given)
+
+    @contextlib.contextmanager
+    def _copied(self) -> Iterator[None]:
+        """A compiled f overwrites the tensors that it saved, and therefore refuses a second product: it gets copies."""
+        filled = self._filled
+        saved, versions = filled.tensors, filled.versions
+        copies = [x.clone() if isinstance(x, Tensor) and not x.requires_grad else x for x in saved]
+        filled.tensors, filled.versions = copies, None
+        try:
+            with not_refusing_to_overwrite():
+                yield
+        finally:
+            filled.tensors, filled.versions = saved, versions
 
 
 def _has_arrived(residual: Tensor, tol: float) -> bool:

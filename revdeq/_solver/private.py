@@ -1,5 +1,7 @@
 """The private torch APIs in use: why each is needed, and the fallback without it."""
 
+import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -59,3 +61,10 @@ def is_compiled_module(module: nn.Module) -> bool:
     """Whether it was compiled, by torch.compile or by its method compile(). Without it, the log may say once that a
     compiled f is not compiled."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def not_refusing_to_overwrite() -> Any:
+    """Context manager in which compiled functions that overwrite their saved tensors can be differentiated with
+    retain_graph=True, for those who give them copies. Without it, torch's error says what to set."""
+    config = sys.modules.get("torch._functorch.config")
+    return config.patch(donated_buffer=False) if hasattr(config, "donated_buffer") else contextlib.nullcontext()

@@ -4,6 +4,7 @@ import ast
 import json
 from pathlib import Path
 
+from ..cli.output import while_it_is_read
 from . import EXTRAS, __path__
 
 FOLDER = Path(__path__[0])
@@ -18,8 +19,9 @@ def first_line(path: Path) -> str:
     return (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
 
 
-print("Complete programs to copy from. Run one with python -m revdeq.examples.NAME\n")
-for path in sorted([*FOLDER.glob("[!_]*.py"), *FOLDER.glob("*.ipynb")]):
-    print(f"  {path.name if path.suffix == '.ipynb' else path.stem:19} {first_line(path)}")
-print(f"\nRequirements: pip install 'revdeq[{','.join(sorted(EXTRAS.values()))}]'")
-print(f"Source: {FOLDER}")
+with while_it_is_read():
+    print("Complete programs to copy from. Run one with python -m revdeq.examples.NAME\n")
+    for path in sorted([*FOLDER.glob("[!_]*.py"), *FOLDER.glob("*.ipynb")]):
+        print(f"  {path.name if path.suffix == '.ipynb' else path.stem:19} {first_line(path)}")
+    print(f"\nRequirements: pip install 'revdeq[{','.join(sorted(EXTRAS.values()))}]'")
+    print(f"Source: {FOLDER}")

@@ -1,6 +1,7 @@
 """python -m revdeq, and the package as it is imported from its repository."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from revdeq import __main__
+from revdeq.cli.output import while_it_is_read
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +50,21 @@ def test_an_interruption_ends_quietly(monkeypatch, capsys):
 
 
 @pytest.mark.skipif(not (ROOT / "kernels").exists(), reason="not in a repository")
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
+@pytest.mark.parametrize("arguments", [["revdeq.examples"], ["revdeq", "doctor"]])
+def test_output_that_nobody_reads_any_more_ends_quietly(arguments):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", *arguments], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert done.stderr == ""
+
+
+def test_a_pipe_that_breaks_elsewhere_is_an_error():
+    with pytest.raises(BrokenPipeError), while_it_is_read():
+        raise BrokenPipeError
+
+
 def test_the_repository_can_be_imported_as_it_is():
     """Without the installation's finders: -S leaves out site-packages, -c puts the current folder first."""
     paths = [p for p in sys.path if "site-packages" in p]

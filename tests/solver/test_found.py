@@ -159,6 +159,44 @@ def test_with_an_implicit_gradient_f_may_change_its_input_in_place(written):
     torch.testing.assert_close(grads[1], grads[0])
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_with_an_implicit_gradient_a_compiled_f_may_overwrite_what_it_saved():
+    """As Inductor's functions do, also those that an exact solve compiled, or that its cache on disk has."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    overwritten = []
+
+    def compiled_forward(graph, inputs):
+        return make_boxed_func(graph)
+
+    def compiled_backward(graph, inputs):
+        donated = torch._guards.TracingContext.get().fw_metadata.bw_donated_idxs
+
+        def run(*saved_and_grads):
+            results = graph(*saved_and_grads)
+            for i in donated:
+                overwritten.append(saved_and_grads[i].data.fill_(torch.nan))
+            return results
+
+        return make_boxed_func(run)
+
+    linear = nn.Linear(4, 4)
+
+    def f(z, x):
+        return torch.tanh(0.3 * linear(torch.tanh(z)).square() + x)
+
+    def grads(f, **options):
+        solution = revdeq.solve(f, torch.zeros(3, 4), torch.ones(3, 4), max_steps=20, check="raise", **options)
+        return torch.autograd.grad(solution.z.sum(), [linear.weight, linear.bias])
+
+    wanted = grads(f, gradient="implicit")
+    compiled = torch.compile(f, backend=aot_autograd(fw_compiler=compiled_forward, bw_compiler=compiled_backward))
+    for gradient in ("exact", "implicit", "implicit"):
+        torch.testing.assert_close(grads(compiled, gradient=gradient), wanted)
+    assert overwritten
+
+
 def test_with_an_implicit_gradient_f_may_be_a_gradient_itself():
     """An energy's: every evaluation needs grad mode."""
     linear, seen = nn.Linear(4, 4), set()

@@ -1,0 +1,29 @@
+"""Standard output that may be closed early, as by `| head -1`."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def while_it_is_read() -> Iterator[None]:
+    """Context manager around a program: it ends without a traceback when its output is closed."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_closed():  # another pipe
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
+        sys.exit(1)
+
+
+def _is_closed() -> bool:
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        return True
+    return False
