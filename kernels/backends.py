@@ -199,7 +199,7 @@ def say_once_what_is_missing(device: torch.device, state: str) -> None:
 def _say(device: torch.device, state: str) -> None:
     best, *others = _meant_for(device, state)
     trouble = best.trouble_on(device)
-    if trouble is None or (best is C and cpu.trouble):  # a broken library has warned when it was loaded
+    if trouble is None or (best is C and cpu.trouble):  # loading a broken library has already warned
         return
     instead = next(b.title for b in others if b.trouble_on(device) is None)
     warnings.warn(

@@ -17,8 +17,8 @@
 
 /* The vector width is chosen when the library is loaded. Function multiversioning needs the
  * loader's help (ifunc), which glibc has. It goes on the functions below the OpenMP regions:
- * a region's body is outlined before the clones are made and would stay at the baseline. By the
- * name of a feature, which compilers of many years know; GCC 11 knows no level of the architecture. */
+ * a region's body is outlined before the clones are made and would stay at the baseline. Clones are
+ * selected by a feature's name, which old compilers know; GCC 11 knows no architecture levels. */
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__)
 #define CLONES __attribute__((target_clones("avx2", "default")))
 #else
@@ -95,13 +95,13 @@ INLINE void *at(const void *p, int64_t i, enum dtype type) {
     default: { const enum dtype NAME = F16; __VA_ARGS__; } break;     \
     }
 
-/* Of a step y' = a y + b f(z) + c z. */
+/* The coefficients of a step y' = a y + b f(z) + c z. */
 typedef struct {
     double a, b, c;
 } coefficients;
 
-/* `count` examples of `length` elements. If ends is not NULL, each takes part in so many half-steps, of which the
- * operation is about number `now`, and an adjoint that rests is multiplied by `kept`. */
+/* `count` examples of `length` elements. If ends is not NULL, example i takes ends[i] half-steps, `now` is the number
+ * of this one, and the adjoint of a frozen example is multiplied by `kept`. */
 typedef struct {
     int64_t count, length;
     const int32_t *ends;
@@ -109,13 +109,13 @@ typedef struct {
     int32_t now;
 } examples;
 
-/* In how many half-steps, from `now` on, an example still takes part: all that matters is whether it is more than 1,
- * more than 0, or at least 0. */
+/* How many half-steps an example still takes, including this one. Only whether it is above 1, above 0, or at least 0
+ * matters. */
 INLINE int left_of(const examples *each, int64_t example) { return each->ends ? each->ends[example] - each->now : 2; }
 
-/* adjoint = a adjoint + b vjp + c other. The adjoint is float64 where f reads float64 and float32 everywhere else, and
- * is computed in its own precision. `other` is looked at only with `mix`, which is a constant wherever this is called:
- * a condition in a loop would keep it from being vectorised. */
+/* adjoint = a adjoint + b vjp + c other. The adjoint is float64 if f reads float64 and otherwise float32, and is
+ * computed in its own precision. `other` is read only if `mix`, which is a constant in every call: a condition in a
+ * loop would prevent vectorisation. */
 INLINE void update_adjoint(void *adjoint, const void *vjp, const void *other, int64_t i, coefficients k,
                            enum dtype copy_type, const int mix) {
     if (copy_type == F64) {
@@ -134,7 +134,7 @@ INLINE void update_adjoint_loop(void *adjoint, const void *vjp, const void *othe
         update_adjoint(adjoint, vjp, other, i, k, type, mix);
 }
 
-/* [from, from + n) of an adjoint by itself. */
+/* Updates [from, from + n) of the adjoint only. */
 CLONES static void update_adjoint_part(void *adjoint, const void *vjp, const void *other, int copy_type, int64_t from,
                                        int64_t n, coefficients k) {
     CONSTANT(C, copy_type, {
@@ -146,20 +146,21 @@ CLONES static void update_adjoint_part(void *adjoint, const void *vjp, const voi
     })
 }
 
-/* The coefficients of an adjoint's next pass. */
+/* The coefficients of the adjoint's update: unless the next half-step moved the example, a is `kept`. */
 INLINE coefficients of_adjoint(coefficients k, const examples *each, int left) {
     if (left < 2)
         k.a = each->kept;
     return k;
 }
 
-/* What `seed` receives of the adjoint, in its own dtype: 0 where half-step now - 1 moved nothing. */
+/* Copies the adjoint to the seed, in the seed's dtype. */
 INLINE void seed_loop(const void *adjoint, void *seed, int64_t n, enum dtype type, enum dtype seed_type) {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++)
         store(seed, i, seed_type, load(adjoint, i, type));
 }
 
+/* The same, or 0 if half-step now - 1 did not move the example. */
 CLONES static void store_seed(const void *adjoint, int copy_type, void *seed, int seed_type, int64_t from, int64_t n,
                               int left) {
     CONSTANT(S, seed_type,
@@ -172,14 +173,14 @@ CLONES static void store_seed(const void *adjoint, int copy_type, void *seed, in
     )
 }
 
-/* The bits of |error| / max(|value|, floor), which are ordered like the numbers, with NaN above them all. */
+/* The bits of |error| / max(|value|, floor), which are ordered like the numbers, with NaN as the largest. */
 INLINE int32_t ratio_bits(float error, float value, float floor) {
     uint32_t size = bits_of(value) & 0x7FFFFFFFu, least = bits_of(floor);
     return (int32_t)(bits_of(error / float_of(size > least ? size : least)) & 0x7FFFFFFFu);
 }
 
-/* Runs its last argument for every chunk [from, from + n) of the h->n elements, which are all of one example, with what
- * is `left` for it. A parallel region with one thread would still cost 0.7 us, as much as 2,000 elements. */
+/* Runs its last argument for every chunk [from, from + n) of the h->n elements. A chunk belongs to one example, which
+ * still takes `left` half-steps. A parallel region with one thread would cost 0.7 us, as much as 2,000 elements. */
 #define FOR_EACH_CHUNK(threads, ...)                                                 \
     const int64_t per_example = (h->each.length + CHUNK - 1) / CHUNK;                \
     const int64_t chunks = h->each.count * per_example;                              \

@@ -4,7 +4,7 @@
 /* cpu.py compares these with its own when it loads the library. */
 API const int32_t revdeq_lanes = LANES, revdeq_rows = ROWS, revdeq_has_examples = 1;
 
-/* One state, its copy in the dtype that f reads, and the coefficients of the step that is taken. */
+/* One state, its copy in the dtype that f reads, and the coefficients of the current step. */
 typedef struct {
     double *state;
     void *copy;
@@ -14,12 +14,12 @@ typedef struct {
     examples each;
 } half_step;
 
-/* What a state that rests leaves in the copy. */
+/* Copies a frozen state to the copy. */
 CLONES static void copy_chunk(const half_step *h, int64_t from, int64_t n) {
     CONSTANT(C, h->copy_type, seed_loop(h->state + from, at(h->copy, from, C), n, F64, C))
 }
 
-/* b f + c z, where z is what f read; it is looked at only with `mix`, which is a constant where this is called. */
+/* b f + c z, where z is what f read. It is read only if `mix`, which is a constant in every call. */
 INLINE double moved_by(const void *f, const void *read, int64_t i, coefficients k, enum dtype f_type,
                        enum dtype copy_type, const int mix) {
     double moved = k.b * load(f, i, f_type);
@@ -86,8 +86,8 @@ CLONES static void relax_norms_chunk(const half_step *h, const void *f, int f_ty
                              F, C, 0)))
 }
 
-/* state = (state - b f - c z) / a. The copy holds z, if it is asked for, until it receives the state. `adjoint` may be
- * NULL. */
+/* state = (state - b f - c z) / a. The copy holds z, if that is needed, until it is overwritten with the state.
+ * `adjoint` may be NULL. */
 INLINE void invert_loop(double *state, const void *f, void *copy, void *adjoint, const void *vjp, const void *other,
                         int64_t n, coefficients k, coefficients adjoint_k, const int mix, const int mix_adjoint,
                         enum dtype f_type, enum dtype copy_type) {
@@ -101,7 +101,7 @@ INLINE void invert_loop(double *state, const void *f, void *copy, void *adjoint,
     }
 }
 
-/* Calls a loop with constants for the arguments of which it has variants. */
+/* Calls a loop with constant flags, so that each combination is compiled separately. */
 #define WIDE(C) (C == F64 ? F64 : F32)
 #define INVERT(ADJOINT, VJP, OTHER, MIX, MIX_ADJOINT)                                                 \
     CONSTANT(F, f_type, CONSTANT(C, h->copy_type,                                                     \
@@ -155,7 +155,7 @@ INLINE void invert_compare_loop(const double *state, const void *f, const void *
 CLONES static void invert_compare_chunk(const half_step *h, const void *f, int f_type, int64_t from, int64_t n,
                                         const void *initial, float floor, void *adjoint, const void *vjp,
                                         const void *other, int32_t *worst) {
-    const int mix = h->step.c != 0; /* no constant here: this runs twice in a backward pass */
+    const int mix = h->step.c != 0; /* not a constant: this runs only twice per backward pass */
     CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
         invert_compare_loop(h->state + from, at(f, from, F), at(h->copy, from, C), at(initial, from, C),
                             adjoint ? at(adjoint, from, WIDE(C)) : NULL, adjoint ? at(vjp, from, C) : NULL,

@@ -16,8 +16,8 @@ CODE = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 OPERATIONS = {"relax": 1, "relax_norms": 2, "invert": 3, "invert_compare": 6}
 EXACT_OPERATIONS = {"relax": 2, "relax_norms": 3, "invert": 4, "invert_compare": 6}
-"""How many pointers each takes beside the bound half-step, f, its dtype and the number of threads, and, if it inverts,
-the seed and its dtype."""
+"""The number of pointers that each takes besides the bound half-step, f, f's dtype and the number of threads, and, for
+inverses, the seed and its dtype."""
 
 
 class Packed(ctypes.Structure):  # coefficients of common.h
@@ -51,7 +51,7 @@ def load(path: str) -> Any:
             function.restype = c_int if prefix == "revdeq_exact_" and name.startswith("relax") else None
     found = c_int32.in_dll(library, "revdeq_lanes").value, c_int32.in_dll(library, "revdeq_rows").value
     if found != (LANES, ROWS):
-        raise OSError(f"{path} has chunks of {found[1]} rows of {found[0]} lanes, not of {ROWS} of {LANES}")
+        raise OSError(f"{path} has chunks of {found[1]} rows of {found[0]} lanes, not {ROWS} rows of {LANES}")
     return library
 
 
@@ -89,7 +89,7 @@ def typed(x: Tensor | None) -> tuple[int | None, int]:
 
 
 class InC(half_step.HalfStep):
-    """What the half-steps of both states have of a structure that C reads."""
+    """What the half-steps of both states share: a structure that C reads."""
 
     _bound: Any
     _adjoint_step: Linear | None = None
@@ -100,7 +100,7 @@ class InC(half_step.HalfStep):
 
     def each(self, ends: Tensor, now: int, kept: float = 1.0) -> None:
         super().each(ends, now, kept)
-        c_int32.in_dll(library, "revdeq_has_examples")  # raises for a library of an earlier version
+        c_int32.in_dll(library, "revdeq_has_examples")  # raises if the library is of an earlier version
         length = self.state.numel() // max(self.examples, 1)
         self._bound.each = Examples(self.examples, length, ends.data_ptr(), kept, now)
 

@@ -6,11 +6,11 @@
  *     T = sign (from Y + e) + weight F
  *     Y = floor(T / to), R = R to + (T mod to)
  *
- * It runs on a row of LANES elements at a time, which stays in the first-level cache while f is converted before and
- * Y after it: only these conversions know dtypes. */
+ * It processes a row of LANES elements at a time, which stays in the L1 cache. f is converted before it and Y after it:
+ * only these conversions depend on dtypes. */
 #include "common.h"
 
-/* `gamma`, and the coefficients of the adjoint, are those of the step that is taken. */
+/* `gamma` and the coefficients of the adjoint are those of the current step. */
 typedef struct {
     int64_t *state;
     void *copy;
@@ -32,11 +32,11 @@ INLINE double unit(const exact_half_step *h) { return 1.0 / (double)((int64_t)1 
 INLINE uint64_t word_of(double x) { uint64_t u; memcpy(&u, &x, 8); return u; }
 INLINE double double_of(uint64_t u) { double x; memcpy(&x, &u, 8); return x; }
 
-/* A double plus ROUND is rounded to an integer, whose two's complement stands in the low bits. */
+/* Adding ROUND rounds a double to an integer, whose two's complement is then in the low bits. */
 #define ROUND 0x1.8p52
 #define LOW 0xFFFFFFFFu
 
-/* floor(x / n) = round(x / n + OFFSET(n)), for integers |x| < 2^42 and n <= 64 never near a tie. */
+/* floor(x / n) = round(x / n + OFFSET(n)), which for integers |x| < 2^42 and n <= 64 is never near a tie. */
 #define OFFSET(n) ((0.5 - (n) / 2.0) / (n))
 
 /* The halves of a word as doubles, without leaving 64-bit lanes: the low bits of 2^52 + u are u. */
@@ -45,8 +45,8 @@ INLINE double high(int64_t word) {
 }
 INLINE double low(int64_t word) { return double_of(((uint64_t)word & LOW) | word_of(0x1p52)) - 0x1p52; }
 
-/* One row, by doubles, which hold all of these integers exactly and are vectorised everywhere. Stores Y also in y;
- * returns whether a Y did not fit into 32 bits, as only happens where sign < 0. */
+/* Steps one row in doubles, which represent all these integers exactly and are vectorised on every CPU. Also stores Y
+ * in y. Returns whether a Y did not fit into 32 bits, which only happens if sign < 0. */
 CLONES static int step_by_doubles(int64_t *state, const int32_t *f, int32_t *y, int64_t n, radix radix) {
     const double from = radix.from, to = radix.to, sign = radix.sign, weight = radix.weight;
     const double inverse_from = 1 / from, inverse_to = 1 / to;
@@ -68,9 +68,9 @@ CLONES static int step_by_doubles(int64_t *state, const int32_t *f, int32_t *y, 
 #include <immintrin.h>
 #define AVX2 __attribute__((target("avx2")))
 
-/* The same with AVX2's product of the low halves of 64-bit lanes, which takes half the time and which no compiler
- * finds by itself. n is a multiple of 8, and the flags are constant where this is called. With `floats`, f and copy
- * are float32 and converted on the way, in float32: an f that does not fit becomes -2^31, which is not an f. */
+/* The same with AVX2's product of the low halves of 64-bit lanes, which takes half the time and which compilers do not
+ * generate. n is a multiple of 8, and the flags are constants in every call. With `floats`, f and copy are float32 and
+ * converted here, in float32: an f that does not fit becomes -2^31, which no valid f does. */
 AVX2 INLINE int step_by_avx2(int64_t *state, const void *f, int32_t *y, float *copy, int64_t n, radix radix, float unit,
                              const int floats, const int divide_first, const int divide_last, const int may_overflow) {
     const __m256i from = _mm256_set1_epi64x(radix.from), to = _mm256_set1_epi64x(radix.to);
@@ -126,7 +126,7 @@ AVX2 INLINE int step_by_avx2(int64_t *state, const void *f, int32_t *y, float *c
            !_mm256_testz_si256(bad, bad);
 }
 
-/* Chooses the flags. */
+/* Selects the flags for a radix. */
 AVX2 INLINE int step_eights_of(int64_t *state, const void *f, int32_t *y, float *copy, int64_t n, radix radix,
                                float unit, const int floats) {
     if (radix.to == 1)
@@ -154,8 +154,8 @@ AVX2 static int step_eights_of_floats(int64_t *state, const float *f, int32_t *y
 #define step_eights_of_floats(...) 0
 #endif
 
-/* gamma f + (1 - gamma) z, or f where nothing was read, in units of 2^-G, rounded to the nearest even, or 0 where that
- * is not a number of 32 bits; returns whether that happened. */
+/* gamma f + (1 - gamma) z, or f without `mix`, in units of 2^-G, rounded to the nearest even. What does not fit into
+ * 32 bits becomes 0 and sets `bad`. */
 #define INTEGERS(REAL, RINT, FABS, LIMIT)                                                        \
     for (int64_t i = 0; i < n; i++) {                                                            \
         REAL g = (REAL)load(f, i, f_type);                                                       \
@@ -198,8 +198,8 @@ CLONES static int integers(const exact_half_step *h, const void *f, int f_type, 
     return bad;
 }
 
-/* A row: f is converted, stepped with, and Y is left in y and decoded into copy, which may be NULL. `read` may be NULL,
- * and it may be copy, too: it is looked at before. Returns whether an f or a Y did not fit. */
+/* Converts f and steps one row. Stores Y in y and decodes it into copy, which may be NULL. `read` may be NULL, or equal
+ * to copy, which is written last. Returns whether an f or a Y did not fit. */
 INLINE int step_row(const exact_half_step *h, int64_t *state, const void *f, int f_type, const void *read, int64_t row,
                     int64_t lanes, int32_t *y, void *copy, radix radix) {
     int32_t number[LANES];
@@ -229,7 +229,7 @@ INLINE int step_row(const exact_half_step *h, int64_t *state, const void *f, int
         __VA_ARGS__                                                                      \
     }
 
-/* A row that rests: its Y goes to the copy, and R stays where it is. */
+/* A row of a frozen example: decodes Y into the copy, and keeps R. */
 INLINE void rest_row(const exact_half_step *h, int64_t row, int64_t lanes, int32_t *y, int32_t *spill) {
     const int64_t *state = h->state + row;
     for (int64_t i = 0; i < lanes; i++) {
@@ -240,7 +240,7 @@ INLINE void rest_row(const exact_half_step *h, int64_t row, int64_t lanes, int32
     CONSTANT(C, h->copy_type, decode_loop(y, at(h->copy, row, C), lanes, unit(h), C))
 }
 
-/* Returns whether an f or a Y did not fit. spill may be NULL, as may change with value. */
+/* Returns whether an f or a Y did not fit. spill may be NULL, and so may change and value. */
 CLONES static int exact_relax_chunk(const exact_half_step *h, const void *f, int f_type, const void *read, int64_t from,
                                     int64_t n, int32_t *spill, float *change, float *value, int left) {
     int bad = 0;
@@ -272,10 +272,10 @@ CLONES static int exact_relax_chunk(const exact_half_step *h, const void *f, int
     return bad;
 }
 
-/* What the way back reads beside f: what f read, which the copy holds. */
+/* What the inverse reads besides f: the input of f, which the copy holds. */
 INLINE const void *read_before(const exact_half_step *h) { return h->gamma != 1 ? h->copy : NULL; }
 
-/* adjoint, vjp and other may be NULL. With a spill, the remainder before the half-step comes back from there. */
+/* adjoint, vjp and other may be NULL. With a spill, the remainder is restored from there. */
 CLONES static void exact_invert_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from, int64_t n,
                                       void *adjoint, const void *vjp, const void *other, const int32_t *spill,
                                       int left) {
@@ -299,7 +299,7 @@ CLONES static void exact_invert_chunk(const exact_half_step *h, const void *f, i
     )
 }
 
-/* Compares as invert_compare_loop does. A remainder that is not 0 at the beginning is an error too. */
+/* Compares as invert_compare_loop does. A nonzero remainder in the initial state is an error too. */
 CLONES static void exact_compare_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from, int64_t n,
                                        const void *initial, float floor, void *adjoint, const void *vjp,
                                        const void *other, int32_t *worst) {
@@ -320,7 +320,7 @@ CLONES static void exact_compare_chunk(const exact_half_step *h, const void *f, 
     )
 }
 
-/* Threads meet here only when something is wrong. */
+/* Threads write here only after an overflow. */
 INLINE void note(int *bad, int bad_here) {
     if (bad_here) {
 #pragma omp atomic write

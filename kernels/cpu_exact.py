@@ -55,7 +55,7 @@ class HalfStep(cpu.InC, reference_exact.HalfStep):
 
     def _invert(self, f: Tensor, adjoints: Adjoints, step: Radix, adjoint_step: Linear) -> None:
         self._take_adjoint(adjoint_step)
-        spill = self._take_back(step)  # held until the call
+        spill = self._take_back(step)  # alive until the call returns
         *tensors, seed = adjoints
         self._call("invert", step, f, *map(address, (*tensors, spill)), *typed(seed))
 

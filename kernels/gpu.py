@@ -1,5 +1,5 @@
-"""The half-steps in Triton, for GPU tensors (and for CPU tensors under Triton's interpreter or an emulator): the
-operations on some elements, which passes.py takes through memory."""
+"""The half-steps in Triton, for GPU tensors (and for CPU tensors under Triton's interpreter or an emulator): what each
+operation computes. passes.py contains the loops and memory accesses."""
 
 import functools
 import struct
@@ -16,13 +16,13 @@ from .launch import _on, launch_blocks, launch_chunks
 
 THREADS = LANES // 2
 RELAX_BLOCK, INVERT_BLOCK = 1024, 512
-"""As many elements as keep to 32 registers or so, with which a multiprocessor is full of threads."""
+"""Elements per block: few enough that a thread needs about 32 registers, and a multiprocessor is full of threads."""
 RELAXED: tl.constexpr = tl.constexpr(4)
 COMPARED: tl.constexpr = tl.constexpr(2)
-"""As many rows of a chunk are loaded before any is stored: 96 bytes of a thread."""
+"""How many rows of a chunk are loaded before any is stored: 96 bytes per thread."""
 EACH = ["now", "sixteenth"]
 NUMBERS = ["n", *EACH, "a", "b", "c", "inverse", "minus_a", "adjoint_a", "adjoint_b", "adjoint_c", "kept"]
-"""For none of whose values a kernel is compiled."""
+"""The arguments whose values kernels are not specialized for."""
 
 
 @triton.jit
@@ -84,15 +84,15 @@ DIVIDE: tl.constexpr = tl.constexpr(
 USUAL_${:uid}:
     """
 )
-"""$1 / $4, given 1 / $4 in $2 and -$4 in $3: a quotient and its correction by what it leaves, which is correctly
-rounded (Brisebarre, Muller and Raina, 2004) as long as nothing overflows or underflows on the way. Quotients outside of
-[2^-900, 2^1023), zeros and what is not finite among them, are divided as usual. Of float64 instructions this takes 3 in
-place of 10, of which some GPUs have few."""
+"""$1 / $4, given 1 / $4 in $2 and -$4 in $3: the product with the reciprocal, corrected by its residual. It is
+correctly rounded (Brisebarre, Muller and Raina, 2004) unless an intermediate result overflows or underflows. Quotients
+outside [2^-900, 2^1023), which include zeros, infinities and NaN, use the division instruction. This takes 3 float64
+instructions instead of 10, and on some GPUs float64 is slow."""
 
 
 @triton.jit
 def _previous(b_state, p_f, p_read, o_x, m_x, step):
-    """With `inverse` and `minus_a`, divides by way of them."""
+    """Divides by a: with DIVIDE, if `inverse` and `minus_a` are given."""
     a, b, c, inverse, minus_a = step
     b_scaled = b_state - _moved_by(p_f, p_read, o_x, m_x, b, c)
     if inverse is None:
@@ -107,7 +107,7 @@ def _previous(b_state, p_f, p_read, o_x, m_x, step):
 
 @triton.jit
 def _update(adjoints, step, o_x, m_x, left):
-    """The adjoint in its own precision, where there is one, to be stored as it is and as the seed."""
+    """Updates the adjoint, if there is one, in its own precision. Returns the stores of the adjoint and the seed."""
     p_adjoint, p_vjp, p_other, p_seed = adjoints
     a, b, c, kept = step
     stores = ()
@@ -156,7 +156,7 @@ def _magnitude_bits(b_x):
 
 @triton.jit
 def _ratio_bits(b_error, b_value, floor):
-    """Of |error| / max(|value|, floor) in float32. As bits, NaN is above all numbers."""
+    """The bits of |error| / max(|value|, floor) in float32. As an integer, NaN is larger than all numbers."""
     b_size = tl.maximum(_magnitude_bits(b_value), floor.to(tl.int32, bitcast=True))
     return _magnitude_bits(tl.div_rn(b_error.to(tl.float32), b_size.to(tl.float32, bitcast=True)))
 
@@ -186,13 +186,13 @@ def _compare_kernel(
 
 
 def bits_of(number: float, dtype: torch.dtype) -> int:
-    """Of a number rounded to float32 or float64, as a signed integer of the same size."""
+    """The bits of a number rounded to float32 or float64, as a signed integer of the same size."""
     real, integer = ("<d", "<q") if dtype == torch.float64 else ("<f", "<i")
     return struct.unpack(integer, struct.pack(real, number))[0]
 
 
 class Bits:
-    """The bits of a step's coefficients, as long as it is the same step."""
+    """The bits of a step's coefficients, cached for the last step."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -215,7 +215,7 @@ class HalfStep(reference.HalfStep):
         self._by_reciprocal = divides_by_reciprocal(state.device)
 
     def _inversion(self, step: Coefficients) -> tuple[int | None, ...]:
-        """What an inverse is given of a step: its coefficients, and by what to divide."""
+        """The arguments for the inverse of a step: its coefficients, and 1 / a and -a for DIVIDE."""
         if not self._by_reciprocal:
             return *self._bits(step), None, None
         if step is not self._inverted:
@@ -260,18 +260,18 @@ class HalfStep(reference.HalfStep):
 
 
 def has_kernels(h: half_step.HalfStep) -> bool:
-    """For examples of 16, 32 ... elements: of others, accesses would be scalar, and sums would take shared memory. The
-    reference steps those."""
+    """Whether the kernels support the size of an example: a multiple of 16 elements. With other sizes, accesses would
+    be scalar and sums would need shared memory, so the reference steps those."""
     return h.ends is None or h.state.numel() % (16 * max(h.examples, 1)) == 0
 
 
 def numbers_of_each(h: half_step.HalfStep) -> tuple[int | None, int | None]:
-    """The number of the half-step, and a sixteenth of an example's elements, if examples are told apart."""
+    """The number of the half-step, and a sixteenth of the elements of an example, if `each` was called."""
     return (None, None) if h.ends is None else (h.now, h.state.numel() // (16 * max(h.examples, 1)))
 
 
 def kept_of(h: half_step.HalfStep) -> int | None:
-    """The bits of what an adjoint is multiplied by where it rests."""
+    """The bits of the factor for the adjoint of a frozen example."""
     return None if h.ends is None else bits_of(h.kept, torch.promote_types(h.copy.dtype, torch.float32))
 
 
@@ -284,13 +284,13 @@ def _warp_size(device: torch.device) -> int:
 
 
 def divides_by_reciprocal(device: torch.device) -> bool:
-    """Where kernels are compiled to PTX."""
+    """Whether kernels are compiled to PTX, which DIVIDE is written in."""
     return device.type == "cuda" and torch.version.hip is None
 
 
 @functools.cache
 def driver_trouble(kind: str) -> str:
-    """Why Triton cannot launch on a GPU of this kind, if so: the first time, it builds its own driver."""
+    """Why Triton cannot launch on this type of GPU, or "". Triton compiles its driver when it is first used."""
     if not getattr(torch, kind).is_available():
         return ""
     try:
@@ -301,8 +301,8 @@ def driver_trouble(kind: str) -> str:
 
 
 def kernel_trouble(device: torch.device) -> str:
-    """Why a kernel does not compile for a GPU or is not loaded there, if so: the GPU may be newer than Triton, or its
-    driver older. While a graph is recorded, nothing is tried."""
+    """Why a kernel cannot be compiled for this GPU or loaded on it, or "": the GPU may be newer than Triton, or its
+    driver older. During graph capture, this is not tried."""
     if not getattr(torch, device.type).is_available() or _has_stand_in() or is_capturing(device):
         return ""
     return _first_kernel_trouble(device)
@@ -310,25 +310,25 @@ def kernel_trouble(device: torch.device) -> str:
 
 @functools.cache
 def _first_kernel_trouble(device: torch.device) -> str:
-    """Of the kernel that a solve launches first. It is not launched here, and takes no tensor."""
-    number = 2**40  # of 64 bits, as those of coefficients are
+    """Compile and load the first kernel of a solve, without launching it."""
+    number = 2**40  # a 64-bit integer, like the bits of coefficients
     tensors, coefficients = (torch.float64, torch.float32, None, torch.float32, None), (number, number, number)
     arguments = *tensors, 1, None, None, *coefficients, RELAX_BLOCK
     try:
         with _on(device):
             kernel = _relax_kernel.warmup(*arguments, grid=(1,), num_warps=warps(device), enable_fp_fusion=False)
-            getattr(kernel, "run", None)  # loads it; who watches compilation may have got none
+            getattr(kernel, "run", None)  # loads it; a compilation hook may have returned None
     except Exception as error:
         return " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return ""
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether a launch on tensors of this device can work: on a GPU, or where something stands in for one."""
+    """Whether kernels can be launched on tensors of this device: on a GPU, or on a CPU that emulates one."""
     return device.type in ("cuda", "xpu") or (device.type == "cpu" and _has_stand_in())
 
 
 def _has_stand_in() -> bool:
-    """Triton's interpreter, or an emulator."""
+    """Whether Triton's interpreter or an emulator executes the kernels."""
     interpreted = not isinstance(_relax_kernel, triton.runtime.JITFunction)
     return interpreted or triton.runtime.JITFunction.run.__module__ != "triton.runtime.jit"

@@ -1,6 +1,6 @@
 """The exact half-steps in Triton: reference_exact.py with a program for each block or chunk, as in gpu.py.
 
-Integers throughout, and float32 to convert: no float64 instruction, unless f itself is in float64.
+All arithmetic is in integers, and conversions are in float32: there is no float64 instruction unless f is float64.
 
 A half-step and its inverse are one function, with p and d exchanged:
 
@@ -8,10 +8,10 @@ A half-step and its inverse are one function, with p and d exchanged:
     T = sign (from Y + e) + weight F
     Y = floor(T / to), R = R to + (T mod to)
 
-`from` and `to` are arguments, so that no beta is compiled for. To divide by such an n <= 64 is to multiply by its
-reciprocal m = floor(2^31 / n) + 1: floor(x / n) = floor(x m / 2^31) for 0 <= x < n 2^19. For m n exceeds 2^31 by
-e <= n, so that x m / 2^31 exceeds x / n by x e / (2^31 n) < n e / (2^12 n) <= 1 / n, and the next integer is at least
-1 / n away. A longer number is divided in two digits, of which the lower has 19 bits.
+`from` and `to` are arguments, so that kernels are not compiled for a beta. Division by n <= 64 is multiplication by the
+reciprocal m = floor(2^31 / n) + 1: floor(x / n) = floor(x m / 2^31) for 0 <= x < n 2^19. Proof: m n exceeds 2^31 by
+e <= n, so x m / 2^31 exceeds x / n by x e / (2^31 n) < n e / (2^12 n) <= 1 / n, and the next integer is at least 1 / n
+away. Larger numbers are divided in two digits, of which the lower has 19 bits.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def _mixed(p_f, p_read, o_x, m_x, step):
 
 @triton.jit
 def _integer(b_g, UNIT: tl.constexpr):
-    """g in units of 2^-G, rounded to the nearest even, and where it fits into 32 bits (it is 0 elsewhere)."""
+    """g in units of 2^-G, rounded to the nearest even, and whether it fits into 32 bits (it is 0 if not)."""
     if b_g.dtype == tl.float64:
         b_scaled = b_g * (1 / UNIT)
         b_size = tl.abs(b_scaled)
@@ -65,7 +65,7 @@ def _integer(b_g, UNIT: tl.constexpr):
 
 @triton.jit
 def _decoded(p_copy, b_y, UNIT: tl.constexpr):
-    """What f reads of Y, in float64 where f does."""
+    """Y as f reads it, in float64 if f reads float64."""
     return (
         b_y.to(tl.float64) * UNIT if p_copy.dtype.element_ty == tl.float64 else b_y.to(tl.int32).to(tl.float32) * UNIT
     )
@@ -73,7 +73,7 @@ def _decoded(p_copy, b_y, UNIT: tl.constexpr):
 
 @triton.jit
 def _alarm(b_f, b_fits):
-    """0, or, where something does not fit, the bits of f's magnitude."""
+    """0, or the bits of |f| where something does not fit."""
     return tl.where(b_fits, 0, tl.maximum(gpu._magnitude_bits(b_f), 1))
 
 
@@ -104,7 +104,7 @@ def _decode_kernel(p_state, p_copy, n, UNIT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _divided(b_x, n, by):
-    """Quotient and remainder of 0 <= x < 2^41 by n, in 32-bit arithmetic but for the ends."""
+    """Quotient and remainder of 0 <= x < 2^41 by n, in 32-bit arithmetic except at both ends."""
     b_high = (b_x >> 19).to(tl.uint32)
     b_first = tl.umulhi(b_high * 2, by)
     b_low = ((b_high - b_first * n) << 19) | (b_x.to(tl.uint32) & 0x7FFFF)
@@ -114,7 +114,7 @@ def _divided(b_x, n, by):
 
 @triton.jit
 def _stepped(b_state, b_r, b_number, step):
-    """Y and R after a half-step, or after its inverse. Y is right if its magnitude is below 2^34."""
+    """Y and R after a half-step, or after its inverse. Y is correct if its magnitude is below 2^34."""
     start, to, sign, weight, by_start, by_to, _, _ = step
     n = start.to(tl.uint32, bitcast=True)
     m = to.to(tl.uint32, bitcast=True)
@@ -126,8 +126,8 @@ def _stepped(b_state, b_r, b_number, step):
 
 @triton.jit
 def _relax(pointers, numbers, o_x, m_x, left):
-    """Adds up squares as in gpu.py, and keeps the worst alarm: of an f or a Y that does not fit. With a spill, the
-    remainder is put aside there and starts again from 0."""
+    """Adds up squares as in gpu.py, and keeps the largest alarm, for an f or a Y that does not fit. With a spill, the
+    remainder is saved there and restarts from 0."""
     p_state, p_f, p_read, p_copy, p_spill = pointers
     step, UNIT = numbers
     b_state = passes.load(p_state, o_x, m_x)
@@ -141,7 +141,7 @@ def _relax(pointers, numbers, o_x, m_x, left):
     squares = passes.where(left, 1, b_step * b_step, 0.0), passes.where(left, 1, b_size * b_size, 0.0)
     b_alarm = passes.where(left, 1, b_alarm, 0)
     b_next = passes.where(left, 1, b_next, b_state >> 32)
-    b_r = passes.where(left, 1, b_r, b_old)  # also where it is put aside
+    b_r = passes.where(left, 1, b_r, b_old)  # even if it is spilled
     stores = ()
     if p_spill is not None:
         stores += ((p_spill, b_old),)
@@ -187,7 +187,7 @@ def _previous(b_state, p_f, p_read, o_x, m_x, step, UNIT: tl.constexpr):
 
 @triton.jit
 def _invert(pointers, numbers, o_x, m_x, left):
-    """p_read, if it is not None, is p_copy. With a spill, the remainder comes back from there."""
+    """p_read, if it is not None, is p_copy. With a spill, the remainder is restored from there."""
     p_state, p_f, p_read, p_copy, p_spill, adjoints = pointers
     step, adjoint_step, UNIT = numbers
     b_state = passes.load(p_state, o_x, m_x)
@@ -274,7 +274,7 @@ class HalfStep(reference_exact.HalfStep):
         return copy
 
     def _numbers_of(self, step: Radix, f: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What the way there and the way back are given, as long as it is the same step."""
+        """The arguments of a step and of its inverse, cached for the last step."""
         if step is not self._step or f.dtype != self._f_dtype:
             p, d, sign = step.p, step.d, step.sign
             wide = torch.float64 if torch.float64 in (f.dtype, self.copy.dtype) else torch.float32

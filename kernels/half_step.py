@@ -88,7 +88,7 @@ def float32(x: float) -> float:
 
 
 def chunk_count(x: Tensor, examples: int = 1) -> int:
-    """The number of chunks of a tensor with so many consecutive examples; a chunk belongs to one example."""
+    """The number of chunks of a tensor with this many consecutive examples. No chunk spans two examples."""
     return examples * -(-x.numel() // (max(examples, 1) * ROWS * LANES))
 
 
@@ -119,18 +119,18 @@ class HalfStep:
         relax_norms(f, read, step)      the same, with the partial sums of squares
         invert(f, step)                 its inverse; the copy holds what f read, and receives what it will read next
         invert_adjoint(f, adjoint, vjp, other, step, adjoint_step, seed)
-                                        the same, with adjoint = a adjoint + b vjp + c other, of which `seed`, a tensor
-                                        laid out like the state, receives a copy in its own dtype
+                                        the same, with adjoint = a adjoint + b vjp + c other; `seed`, which has the
+                                        layout of the state, receives a copy of the adjoint in its own dtype
         invert_compare(f, initial, floor, adjoint, vjp, other, step, adjoint_step, seed)
-                                        the last inverse of all, compared with the state that it should arrive at
+                                        the last inverse, compared with the initial state instead of stored
 
-    `read` and `other` are looked at only where c is not 0. `step` and `adjoint_step` are objects that are not made
-    anew in each call: a backend may keep what it has made of the last one.
+    `read` and `other` are used only if c is not 0. Pass the same `step` and `adjoint_step` objects in every call: a
+    backend may cache what it derives from them.
 
     With `each`, the examples of a batch take different numbers of half-steps.
 
-    Here each operation puts its tensors in the order of the state, and leaves out those that are not looked at. What a
-    backend implements is `_relax`, `_relax_norms`, `_invert` and `_compare`.
+    The methods here convert their tensors to the memory layout of the state and drop those that are not used. A backend
+    implements `_relax`, `_relax_norms`, `_invert` and `_compare`.
     """
 
     ends: Tensor | None = None
@@ -149,28 +149,28 @@ class HalfStep:
         self.copy = copy
 
     def each(self, ends: Tensor, now: int, kept: float = 1.0) -> None:
-        """The next operation is about half-step `now` of both states, from 0 on, and of the examples of a batch each
-        takes part in `ends` half-steps, an even number of int32. Examples are the first dimension, outermost in memory.
+        """Set the next operation to half-step `now`, counted from 0 over both states. Example i takes the first
+        `ends[i]` half-steps, an even number, in int32. Examples are the first dimension, outermost in memory.
 
-        An example that does not take part rests: its state stays as it is, the copy receives it, and its sums are 0. On
-        the way back, the adjoint of state `now` - 1 decays, by a, where half-step `now` + 1 moved the example, and is
-        multiplied by `kept` elsewhere. It takes of `other` where half-step `now` moved it, and the seed, which must be
-        given, is 0 where half-step `now` - 1 did not. `invert_compare` is about the first two half-steps, which
-        move all examples, and without an adjoint."""
+        An example that has ended is frozen: its state does not change and is written to the copy, and its sums are 0.
+        In the backward pass, the adjoint of state `now` - 1 is multiplied by a if half-step `now` + 1 moved the
+        example, and otherwise by `kept`. `other` is added only if half-step `now` moved it. The seed, which must be
+        given, is 0 if half-step `now` - 1 did not. `invert_compare` is for the first two half-steps, which move all
+        examples, and takes no adjoint."""
         self.ends, self.examples, self.now, self.kept = ends, len(ends), now, kept
 
     def of(self, state: Tensor, copy: Tensor) -> "HalfStep":
-        """The same, of other examples: where this one goes on, not how it came there."""
+        """The same for other examples: it continues from here, and cannot invert the half-steps before."""
         return type(self)(state, copy)
 
     def in_order(self, x: Tensor) -> Tensor:
-        """As the state."""
+        """x with the memory layout of the state."""
         return x if x.stride() == self._stride and not x.is_neg() else in_order(x, self.state)
 
     sums: torch.dtype = torch.float64
 
     def partial_sums(self) -> Tensor:
-        """The memory that `relax_norms` writes to and returns: the next call writes to it again."""
+        """The buffer that `relax_norms` fills and returns. The next call overwrites it."""
         if self._partial is None:
             chunks = chunk_count(self.state, self.examples)
             self._partial = self.state.new_empty((2, chunks, LANES), dtype=self.sums)

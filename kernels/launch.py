@@ -20,7 +20,7 @@ from . import half_step
 KNOWN = (3, 5), (3, 9)
 """The first and the last version of Triton whose specialization and calling convention this implements."""
 
-Tensors: TypeAlias = Any  # a tuple of tensors, and of None where a kernel is not given one; the first is none of those
+Tensors: TypeAlias = Any  # a tuple of tensors, with None for those that are absent; the first is the state
 Numbers: TypeAlias = tuple[int | None, ...]
 
 SMALL, SMALL_BLOCK = 2**18, half_step.LANES
@@ -40,8 +40,8 @@ def launch_blocks(
 ) -> None:
     """Launch one program per block of the first tensor, the state, or of each of its examples.
 
-    The kernel takes the tensors; the number of elements and other numbers, without specialization; its constants and
-    the size of a block.
+    The arguments of the kernel are the tensors, the number of elements, the other numbers, the constants and the block
+    size. Kernels are not specialized for the numbers.
     """
     n = tensors[0].numel()
     length = n // max(examples, 1)
@@ -99,7 +99,7 @@ def _launch_by_triton(kernel: Any, warps: int, device: torch.device, programs: i
             raise
         raise RuntimeError(
             f"{kernel.__name__} cannot be compiled or loaded during graph capture ({type(error).__name__}): run the "
-            "captured code once before, with tensors of the same dtypes"
+            "captured code once before capturing, with tensors of the same dtypes"
         ) from error
 
 
@@ -107,7 +107,7 @@ _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 
 
 def is_known(kernel: Any, device: torch.device) -> bool:
-    """Whether `_kinds` and `_types` determine Triton's selection. The interpreter compiles nothing."""
+    """Whether `_kinds` and `_types` determine which kernel Triton selects. The interpreter compiles nothing."""
     return is_known_version() and device.type == "cuda" and type(kernel) is JITFunction
 
 
@@ -123,9 +123,9 @@ def _is_watched(kernel: Any) -> bool:
         getattr(before, "calls", before)
         or getattr(after, "calls", after)
         or knobs.debug
-        or getattr(knobs, "add_stages_inspection_hook", None)  # from 3.6 on, as is
+        or getattr(knobs, "add_stages_inspection_hook", None)  # since 3.6, like the next one
         or getattr(compilation, "instrumentation_mode", "")
-        or getattr(compilation, "fpsan_homomorphic_casts", False)  # from 3.9 on
+        or getattr(compilation, "fpsan_homomorphic_casts", False)  # since 3.9
         or kernel.pre_run_hooks
     )
 
@@ -149,5 +149,5 @@ def _types(numbers: Numbers) -> tuple[bool | None, ...]:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, regardless of the device of the tensors."""
+    """Make the device current: Triton launches there, whatever the device of the tensors."""
     return contextlib.nullcontext() if device.type == "cpu" else getattr(torch, device.type).device(device)

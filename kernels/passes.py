@@ -1,18 +1,17 @@
-"""How every Triton kernel goes through memory, whatever it computes there.
+"""The loops and memory accesses of all Triton kernels.
 
-An operation is a function of some elements: of pointers, numbers, offsets and a mask. It loads and computes, and
-returns what is to be stored, as pairs of a pointer and a block, and what is to be added up. Which elements those are,
-and that all are loaded before any is stored, is decided here: the compiler cannot know that a store does not change
-what is loaded after it.
+An operation is a function of pointers, numbers, offsets and a mask. It loads and computes, and returns what to store,
+as pairs of a pointer and a block, and what to accumulate. The functions here choose the elements and load all of them
+before any is stored: the compiler cannot know that a store does not change what is loaded after it.
 
-A program takes a block of elements, two neighbours per thread: 16-byte accesses for float64 and 8-byte ones for
-float32, in one layout, so nothing passes through shared memory. Where sums or maxima are taken, a program goes through
-a chunk of ROWS such blocks of LANES elements, a few of them at a time, and each lane has totals of its own. Only the
-last program is masked; a mask would make every access scalar.
+A program processes a block of elements, two neighbours per thread: 16-byte accesses for float64 and 8-byte accesses for
+float32, in one layout, so nothing goes through shared memory. To compute sums or maxima, a program processes a chunk of
+ROWS such blocks of LANES elements, a few of them at a time, with separate totals for each lane. Only the last program
+is masked; a mask would make every access scalar.
 
-Where the examples of a batch take part in different numbers of half-steps (`HalfStep.each`), a program has elements of
-one example, and an operation is told in how many half-steps, from this one on, that one still takes part: all that
-matters is whether it is more than 1, more than 0, or at least 0. Elsewhere it is told None, and compiled without it.
+If the examples of a batch take different numbers of half-steps (`HalfStep.each`), a program processes elements of one
+example only, and `left` is the number of half-steps that this example still takes, including this one. Only whether it
+is above 1, above 0, or at least 0 matters. Without `each`, it is None, and kernels are compiled without it.
 """
 
 import triton
@@ -23,7 +22,8 @@ import triton.language as tl
 def each_block(
     OPERATION: tl.constexpr, pointers, numbers, n, each, BLOCK: tl.constexpr, p_alarm=None, LANES: tl.constexpr = None
 ):  # fmt: skip
-    """An operation on a program's block. Nothing is added up; with `p_alarm`, the last of what would be is an alarm."""
+    """Applies an operation to this program's block. Nothing is accumulated; with `p_alarm`, the operation's last value
+    is an alarm."""
     first, end = _part(n, each, BLOCK)
     left = None if each[0] is None else _left(each, BLOCK)
     o_x = first + offsets(BLOCK)
@@ -35,10 +35,10 @@ def each_block(
 
 @triton.jit
 def _part(n, each, SIZE: tl.constexpr):
-    """Where a program's elements begin, and where their example ends.
+    """The offset of this program's first element, and of the end of its example.
 
-    each: how many half-steps each example takes part in, the number of this one, and a sixteenth of the number of
-    elements of an example: the compiler then knows that accesses may be as wide as elsewhere."""
+    each: the number of half-steps of each example, the number of this half-step, and a sixteenth of the number of
+    elements of an example, from which the compiler sees that wide accesses are aligned."""
     if each[0] is None:
         return tl.program_id(0).to(tl.int64) * SIZE, n
     else:  # noqa: RET505
@@ -49,14 +49,14 @@ def _part(n, each, SIZE: tl.constexpr):
 
 @triton.jit
 def _left(each, SIZE: tl.constexpr):
-    """In how many half-steps a program's example still takes part."""
+    """How many half-steps this program's example still takes, including this one."""
     _, _, example = _example(each[2], SIZE)
     return tl.load(each[0] + example) - each[1]
 
 
 @triton.jit
 def _example(sixteenth, SIZE: tl.constexpr):
-    """The number of elements and of programs of each example, and which one this program's is."""
+    """The number of elements and of programs per example, and the index of this program's example."""
     length = sixteenth.to(tl.int64) * 16
     programs = ((length + (SIZE - 1)) // SIZE).to(tl.int32)
     return length, programs, tl.program_id(0) // programs
@@ -66,7 +66,7 @@ def _example(sixteenth, SIZE: tl.constexpr):
 def _block(
     OPERATION: tl.constexpr, pointers, numbers, o_x, n, left, p_alarm, LANES: tl.constexpr
 ):  # fmt: skip
-    m_x = None if n is None else o_x < n  # all, in a full block; a function cannot return None in Triton 3.6
+    m_x = None if n is None else o_x < n  # None in a full block; inline, because Triton 3.6 cannot return None
     stores, added = OPERATION(pointers, numbers, o_x, m_x, left)
     _store_all(stores, o_x, m_x)
     if p_alarm is not None:
@@ -78,14 +78,14 @@ def each_chunk(
     OPERATION: tl.constexpr, pointers, numbers, totals, n, each,
     GROUP: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """An operation on the rows of a program's chunk, GROUP of them at a time. Returns the totals, which begin as given:
-    floats are added up, row by row, and of integers the largest is kept."""
+    """Applies an operation to the rows of this program's chunk, GROUP rows at a time. Returns the updated totals:
+    floats are added up, row by row, and of integers the maximum is kept."""
     first, end = _part(n, each, ROWS * LANES)
     left = None if each[0] is None else _left(each, ROWS * LANES)
     if first + ROWS * LANES <= end:
         totals = _groups(OPERATION, pointers, numbers, totals, first, None, left, ROWS // GROUP, GROUP, LANES)
     else:
-        # In the last chunk the compiler does not know the number of rows: it would take many registers to unroll them.
+        # Not a compile-time constant: the compiler would unroll the loop, which would take many registers.
         groups = ((end - first + (GROUP * LANES - 1)) // (GROUP * LANES)).to(tl.int32)
         totals = _groups(OPERATION, pointers, numbers, totals, first, end, left, groups, GROUP, LANES)
     return totals
@@ -106,8 +106,8 @@ def _groups(
 def _rows(
     OPERATION: tl.constexpr, pointers, numbers, totals, o_x, n, left, MORE: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """A row, and MORE of them after it, which are loaded before this one is stored."""
-    m_x = None if n is None else o_x < n  # all, in a full block; a function cannot return None in Triton 3.6
+    """Processes one row, and MORE rows after it, which are loaded before this one is stored."""
+    m_x = None if n is None else o_x < n  # None in a full block; inline, because Triton 3.6 cannot return None
     stores, added = OPERATION(pointers, numbers, o_x, m_x, left)
     totals = _with(totals, added)
     if MORE > 0:
@@ -126,19 +126,19 @@ def _with(totals, added):
 
 @triton.jit
 def where(left, least: tl.constexpr, b_x, b_rest):
-    """Of an example that takes part in so many half-steps, or where all do, x, and of one that does not, the rest."""
+    """x, if the example still takes at least `least` half-steps or without `each`; otherwise rest."""
     return b_x if left is None else tl.where(left >= least, b_x, b_rest)
 
 
 @triton.jit
 def offsets(BLOCK: tl.constexpr):
-    """Of a block's elements, two neighbours for each thread."""
+    """The offsets within a block, two neighbours per thread."""
     return tl.max_contiguous(tl.multiple_of(tl.arange(0, BLOCK), 2), 2)
 
 
 @triton.jit
 def load(p_x, o_x, m_x):
-    """What is masked is 0, and adds nothing to a sum or a maximum."""
+    """Masked elements are 0, which changes neither a sum nor a maximum."""
     if m_x is None:
         return tl.load(p_x + o_x)
     else:  # noqa: RET505
@@ -153,7 +153,7 @@ def _store_all(stores, o_x, m_x):
 
 @triton.jit
 def _store(p_x, b_x, o_x, m_x):
-    """float64 reaches bfloat16 and float16 by way of float32."""
+    """float64 is rounded to float32 before it is rounded to bfloat16 or float16."""
     if b_x.dtype == tl.float64 and p_x.dtype.element_ty != tl.float64:
         b_x = b_x.to(tl.float32)
     tl.store(p_x + o_x, b_x.to(p_x.dtype.element_ty), mask=m_x)
@@ -161,7 +161,7 @@ def _store(p_x, b_x, o_x, m_x):
 
 @triton.jit
 def store_totals(p_totals, totals, LANES: tl.constexpr):
-    """In memory of shape [totals, chunks, LANES]."""
+    """To a buffer of shape [totals, chunks, LANES]."""
     chunk, chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     for i in tl.static_range(len(totals)):
         tl.store(p_totals + (i * chunks + chunk) * LANES + offsets(LANES), totals[i])
@@ -169,13 +169,13 @@ def store_totals(p_totals, totals, LANES: tl.constexpr):
 
 @triton.jit
 def raise_alarm(p_alarm, b_alarm, o_x, LANES: tl.constexpr):
-    """Only where something is wrong is there anything to store; of several in a lane, any will do."""
+    """Stores nothing where the alarm is 0. If there are several in a lane, any of them may be stored last."""
     o_lane = tl.max_contiguous(tl.multiple_of(o_x % LANES, 2), 2)
     tl.store(p_alarm + o_lane, b_alarm, mask=b_alarm != 0)
 
 
 @triton.jit
 def number(bits, DTYPE: tl.constexpr):
-    """Coefficients are arguments, so that no value of theirs is compiled for. They travel as their bits, in integers:
-    a Python float would arrive as float32."""
+    """Coefficients are arguments, so that kernels are not compiled for their values. They are passed as integers with
+    the same bits, because Triton converts Python floats to float32."""
     return bits.to(DTYPE, bitcast=True)

@@ -6,20 +6,20 @@ One half-step of the reversible iteration (equation 5 of the paper, with a secon
     t = b f + c z        state' = a state + t        state = (state' - t) / a
 
 in float64, each operation rounded once: no multiply-add is contracted. Where c = 0, t = b f. `copy` receives the
-new state in the dtype that f reads; float64 reaches bfloat16 and float16 by way of float32, as `Tensor.to` does it.
+new state in the dtype that f reads; like `Tensor.to`, this rounds to float32 before bfloat16 or float16.
 
-On the way back an adjoint follows (Algorithm 1). It is kept multiplied by b, so that its buffer is the seed of the
-next vector-Jacobian product, and it is computed in its own precision, from left to right:
+The backward pass also updates an adjoint (Algorithm 1). It is stored multiplied by b, so that its buffer is the seed of
+the next vector-Jacobian product, and it is computed in its own precision, from left to right:
 
     adjoint = a adjoint + b vjp + c other
 
-where `other` is the adjoint of the other state, which the product was seeded with. Where f returns another dtype than
-the adjoint's, `seed` receives the adjoint in that dtype, rounded as the copy is.
+where `other` is the adjoint of the other state, the seed of that product. If f returns another dtype than the
+adjoint's, `seed` receives the adjoint in that dtype, rounded like the copy.
 
-Where examples take different numbers of half-steps, those that do not take part in one rest: see `HalfStep.each`.
+If examples take different numbers of half-steps, those that have ended are frozen: see `HalfStep.each`.
 
-The last inverse of all arrives at the initial state, which is known. There the result is not stored but
-compared, and how far off it is tells whether the way back can be trusted.
+The last inverse should give the initial state, which is known. Its result is not stored but compared: the error tells
+whether the reconstruction can be trusted.
 """
 
 from typing import NamedTuple
@@ -36,8 +36,8 @@ def relaxed(state: Tensor, f: Tensor, read: Tensor | None, step: Coefficients) -
 
 
 class Taking(NamedTuple):
-    """Which examples take part, as tensors that are broadcast to the state: in this half-step, in the one after it and
-    in the one before, and by what an adjoint is multiplied where it rests."""
+    """Which examples are moved by this half-step, by the next one and by the one before, as tensors that can be
+    broadcast to the state; and the factor for the adjoints of frozen examples."""
 
     moves: Tensor
     moves_after: Tensor
@@ -50,7 +50,7 @@ class Taking(NamedTuple):
 
 
 def taking(h: half_step.HalfStep) -> Taking | None:
-    """What `each` says of a half-step."""
+    """The masks of a half-step, or None without `each`."""
     if h.ends is None:
         return None
     left = (h.ends - h.now).view(-1, *[1] * (h.state.dim() - 1))
@@ -75,12 +75,12 @@ def relax_norms(
 
 
 def previous(state: Tensor, f: Tensor, read: Tensor, step: Coefficients) -> Tensor:
-    a = state.new_full((), step.a)  # by a plain number, torch does not divide on GPUs: it multiplies by the reciprocal
+    a = state.new_full((), step.a)  # on GPUs, torch multiplies by the reciprocal of a Python number
     return (state - _moved_by(f, read, step)) / a
 
 
 def invert(state: Tensor, f: Tensor, copy: Tensor, step: Coefficients, each: Taking | None = None) -> None:
-    """The copy holds what f read, until it receives the state."""
+    """The copy holds what f read, until it is overwritten with the state."""
     before = previous(state, f, copy, step)
     state.copy_(before if each is None else torch.where(each.moves, before, state))
     copy.copy_(state)
@@ -94,7 +94,7 @@ def update_adjoint(
     step: Linear,
     each: Taking | None = None,
 ) -> None:
-    """If there is one."""
+    """Does nothing without an adjoint."""
     if adjoint is None or vjp is None:
         return
     old = step.a * adjoint
@@ -110,8 +110,8 @@ def update_adjoint(
 
 
 def lane_ratios(error: Tensor, state: Tensor, floor: Tensor) -> Tensor:
-    """Each element's error relative to its state, or to `floor` where the state is smaller, in float32: the lanes'
-    largest, as bits, int32 of shape [chunks, LANES]. Bits are ordered like the numbers, and NaN is above them all."""
+    """The largest relative error of each lane in float32, as bits: int32 of shape [chunks, LANES]. An error is relative
+    to the state, or to `floor` if the state is smaller. Bits are ordered like the numbers, and NaN is the largest."""
     ratio = error.float().abs() / torch.maximum(state.float().abs(), floor)
     return _in_rows(ratio.view(torch.int32)).amax(1)
 
@@ -130,7 +130,7 @@ def _moved_by(f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
 
 
 def _in_rows(x: Tensor, examples: int = 1) -> Tensor:
-    """x in the order of its memory, each example filled up with zeros: [chunks, ROWS, LANES]."""
+    """x in memory order, each example padded with zeros: [chunks, ROWS, LANES]."""
     length, chunks = x.numel() // max(examples, 1), chunk_count(x, examples)
     missing = chunks * half_step.ROWS * LANES // max(examples, 1) - length
     flat = x.as_strided((examples, length), (length, 1))
@@ -152,7 +152,7 @@ class HalfStep(half_step.HalfStep):
     def _compare(
         self, f: Tensor, initial: Tensor, floor: Tensor, adjoints: Adjoints, step: Coefficients, adjoint_step: Linear
     ) -> Tensor:
-        """The lanes' largest relative error of the reconstruction, see `lane_ratios`. Updates the adjoint, if there is
-        one, and leaves the state and its copy as they are."""
+        """The largest relative reconstruction error of each lane, see `lane_ratios`. Updates the adjoint, if there is
+        one, but neither the state nor its copy."""
         update_adjoint(*adjoints, adjoint_step)
         return lane_ratios(previous(self.state, f, self.copy, step) - initial.double(), self.state, floor)

@@ -41,7 +41,7 @@ def integer(g: Tensor, radix: Radix) -> tuple[Tensor, Tensor]:
 
 
 def mixed(f: Tensor, read: Tensor | None, radix: Radix) -> Tensor:
-    """g, which pulls the state."""
+    """g, from f and what f read."""
     if radix.gamma == 1 or read is None:
         return f
     wide = torch.float64 if torch.float64 in (f.dtype, read.dtype) else torch.float32
@@ -62,7 +62,7 @@ def relax(
     radix: Radix,
     each: Taking | None = None,
 ) -> Tensor:
-    """The mask of overflows of f or of the new state."""
+    """Returns a mask of overflows, of f or of the new state."""
     s, p, d = radix.sign, radix.p, radix.d
     y, r = _unpacked(state, spill)
     number, bad = integer(mixed(f, read, radix), radix)
@@ -106,7 +106,7 @@ def previous(state: Tensor, f: Tensor, read: Tensor, spill: Tensor | None, radix
 def invert(
     state: Tensor, f: Tensor, copy: Tensor, spill: Tensor | None, radix: Radix, each: Taking | None = None
 ) -> None:
-    """The copy holds what f read, until it receives the state."""
+    """The copy holds what f read, until it is overwritten with the state."""
     y, r = previous(state, f, copy, spill, radix)
     before = (y << 32) | r
     state.copy_(before if each is None else torch.where(each.moves, before, state))
@@ -114,7 +114,7 @@ def invert(
 
 
 def invert_compare(state: Tensor, f: Tensor, read: Tensor, initial: Tensor, floor: Tensor, radix: Radix) -> Tensor:
-    """As in reference.py. A remainder that is not 0 at the beginning is an error too."""
+    """As in reference.py. A nonzero remainder in the initial state is an error too."""
     y, r = previous(state, f, read, None, radix)
     error = (y - integer(initial, radix)[0]).to(torch.float32) * radix.unit + r.to(torch.float32)
     value = (state >> 32).to(torch.float32) * radix.unit
@@ -127,7 +127,7 @@ def magnitude_bits(f: Tensor) -> Tensor:
 
 
 def _unpacked(state: Tensor, spill: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Pack Y and R. With a spill, R is moved there."""
+    """Y and R. With a spill, R is moved there and becomes 0."""
     r = state & 0xFFFFFFFF
     if spill is None:
         return state >> 32, r
@@ -140,13 +140,13 @@ def _floor_divide(x: Tensor, divisor: int) -> Tensor:
 
 
 class HalfStep(half_step.HalfStep):
-    """An integer state, its copy in the dtype that f reads, and the half-steps that are announced.
+    """An integer state, its copy in the dtype that f reads, and the announced half-steps.
 
-    steps: the radix of each of them, which they will be called with.
-    spilled: remainders put aside, 4 bytes per element each, the latest last. If given, this object inverts half-steps
+    steps: the radix of each half-step. Calls must pass the same ones, in this order.
+    spilled: the spilled remainders, 4 bytes per element each, the latest last. If given, this object inverts half-steps
         instead of taking them.
-    alarm: [half-steps, LANES]: 0, or the bits of the magnitude (float32) of an f that did not fit, or with which
-        the state did not fit; what was computed with it is worthless.
+    alarm: [half-steps, LANES]: 0, or the magnitude (the bits of a float32) of an f that overflowed or made the state
+        overflow. Results computed from it are meaningless.
     """
 
     sums = torch.float32
@@ -159,12 +159,12 @@ class HalfStep(half_step.HalfStep):
         self.done = len(steps) if spilled is not None else 0
         self.spilled = [] if spilled is None else spilled
         self._room: list[Tensor] = []
-        taken = len(steps) if spilled is None else 0  # to undo a step raises no alarm
+        taken = len(steps) if spilled is None else 0  # inverses raise no alarm
         self.alarm = torch.zeros((taken, LANES), dtype=torch.int32, device=state.device)
 
     @staticmethod
     def encoded(x: Tensor, like: Tensor, radix: Radix) -> tuple[Tensor, Tensor]:
-        """The state of x, laid out like `like`, and an alarm, as those of half-steps: 0, unless an x does not fit."""
+        """The state of x, with the layout of `like`, and an alarm as in `alarm`: 0, unless an x does not fit."""
         number, bad = integer(x, radix)
         alarm = torch.where(bad, magnitude_bits(x), 0).flatten()
         state = torch.empty_like(like, dtype=torch.int64).copy_(number << 32)
@@ -172,7 +172,7 @@ class HalfStep(half_step.HalfStep):
 
     @staticmethod
     def decoded(state: Tensor, dtype: torch.dtype, radix: Radix) -> Tensor:
-        """What f reads of a state."""
+        """A state as f reads it."""
         copy = torch.empty_like(state, dtype=dtype)
         decode(state >> 32, copy, radix)
         return copy
@@ -222,8 +222,7 @@ class HalfStep(half_step.HalfStep):
             raise MemoryError(
                 f"the remainders of {len(steps)} steps at beta = {steps[0].beta:.6g} take {4 * spills} bytes per "
                 f"element of y and of z, {size:.1f} GiB in total, and there is not enough memory: use a smaller beta "
-                f"(0.5 "
-                "needs none up to 32 steps) or fewer steps"
+                "(0.5 needs none up to 32 steps) or fewer steps"
             ) from error
 
     def _relax(self, f: Tensor, read: Tensor | None, step: Radix) -> None:

@@ -6,7 +6,7 @@ import sys
 import time
 from types import ModuleType
 
-# Some virtual machines announce AMX without having it, and a product in bfloat16 then ends the process.
+# Some virtual machines report AMX without supporting it, and a bfloat16 product then crashes the process.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 import pytest
@@ -17,7 +17,7 @@ from revdeq._solver.deferred import settle
 from revdeq.kernels import backends, cpu, cpu_exact
 
 DEVICE = devices()[0]
-"""What the tests run on: a GPU, if there is one."""
+"""The device that tests run on: a GPU, if there is one."""
 
 
 @pytest.fixture
@@ -27,10 +27,10 @@ def device() -> torch.device:
 
 @pytest.fixture
 def on_device(request, simulated):
-    """Tensors and modules are made on the device: `pytestmark = pytest.mark.usefixtures("on_device")`.
+    """Creates tensors and modules on the device: `pytestmark = pytest.mark.usefixtures("on_device")`.
 
-    Tests that take a half-step or a backend are told where. float32 means float32 here: TF32 would round what the
-    tests compare.
+    Fixtures for half-steps and backends choose their own device. TF32 is off, because it would round what the tests
+    compare.
     """
     told = TOLD_WHERE & set(request.fixturenames)
     if simulated or DEVICE.type == "cpu" or told or request.node.get_closest_marker("cpu"):
@@ -42,7 +42,7 @@ def on_device(request, simulated):
         with DEVICE:
             yield
         synchronize(DEVICE)
-        settle()  # a verdict that comes late is still this test's
+        settle()  # so that deferred errors belong to this test
     finally:
         torch.backends.cudnn.allow_tf32 = allowed
 
@@ -52,7 +52,7 @@ SIMULATED = ("test_solve.py", "test_gradient.py", "test_inside_f.py", "test_moni
 """Files whose tests run a second time on the simulated GPU of tests/tools/fake_gpu.py."""
 
 NOT_SIMULATED = {
-    "it expects a verdict at once, and a device gives it later": [
+    "it expects an error immediately, but on a device errors are deferred": [
         "test_values_exchanged_between_the_passes_are_noticed",
         "test_tensors_exchanged_between_the_passes_are_an_error",
         "test_beyond_its_range_it_warns_once_for_each_place_that_calls",
@@ -71,13 +71,13 @@ NOT_SIMULATED = {
         "test_two_solves_with_dropout_in_two_threads_each_keep_their_mask",
     ],
     "it has a counterpart in test_gpu_host.py": ["test_without_tolerance_nothing_waits_for_the_device"],
-    "a tensor made in Python cannot do it: conjugate views, pickling, subclasses, a layout chosen by a kernel": [
+    "tensors implemented in Python do not support it: conjugate views, pickling, subclasses, a kernel's layout": [
         "test_f_may_return_a_negative_view",
         "test_layers_are_copied_saved_and_pickled",
         "test_subclasses_of_tensor_work_or_say_why_not",
         "test_channels_last_is_kept",
     ],
-    "torch.compile does not know the device": [
+    "torch.compile does not support the device": [
         "test_a_compiled_f",
         "test_a_compiled_model_around_the_solve_breaks_its_graph_once",
     ],
@@ -90,11 +90,11 @@ SLOWLY_SIMULATED = {
     "test_both_passes_give_f_the_same_inputs_bit_for_bit",
     "test_f_may_return_one_part_of_its_state_as_another",
 }
-"""Left out by default (`pytest -m full`): together the others take half a minute."""
+"""Only run with `pytest -m full`. The others take half a minute together."""
 
 
 SAMPLE = "REVDEQ_SAMPLE"
-"""The environment variable with the seed by which cases of the emulator are drawn: the day, unless it is set."""
+"""The environment variable with the seed for drawing cases of the emulator. The default is today's date."""
 
 
 def pytest_addoption(parser):
@@ -102,17 +102,17 @@ def pytest_addoption(parser):
         "--sample",
         type=int,
         default=10,
-        help="how many of the emulator's cases that are left out by default are run nevertheless, drawn at random",
+        help="how many of the emulator's cases marked `full` are drawn at random and run by default",
     )
 
 
 def pytest_configure(config):
-    os.environ.setdefault(SAMPLE, time.strftime("%Y%m%d"))  # for processes that collect after midnight as well
+    os.environ.setdefault(SAMPLE, time.strftime("%Y%m%d"))  # the same for workers that start after midnight
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Draws the sample, where what takes long is left out. A case that is named on the command line is always in it."""
+    """Draw the sample, unless `full` tests are selected. Cases named on the command line are always run."""
     if config.option.markexpr != "not full":
         return
     further = [x for x in items if x.path.name == "test_emulated_kernels.py" and x.get_closest_marker("full")]
@@ -122,7 +122,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 NO_FAKE_GPU: str | None = None
-try:  # now: devices must be known before the first backward pass of the process
+try:  # here, because devices must be registered before the first backward pass of the process
     importlib.import_module("fake_gpu")
 except pytest.skip.Exception as reason:
     NO_FAKE_GPU = str(reason)
@@ -142,7 +142,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def simulated(request):
-    """Whether tensors and modules are made on the simulated GPU."""
+    """Whether tensors and modules are created on the simulated GPU."""
     if not getattr(request, "param", False):
         yield False
         return
@@ -155,7 +155,7 @@ def simulated(request):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """What was drawn at random, and what the kernels cost on an H100, where they were compiled for one."""
+    """Report the random sample, and the cost of kernels that were compiled for an H100."""
     emulated = any("test_emulated" in getattr(x, "nodeid", "") for xs in terminalreporter.stats.values() for x in xs)
     if emulated and config.option.sample and config.option.markexpr == "not full":
         terminalreporter.write_line(
@@ -169,7 +169,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def interpreted(original: ModuleType) -> ModuleType:
-    """A module of kernels a second time, with its kernels interpreted: Triton decides when it decorates them."""
+    """A second copy of a module whose kernels are interpreted: Triton decides this when it decorates them."""
     name = f"{original.__name__}_interpreted"
     if name not in sys.modules:
         before = os.environ.get("TRITON_INTERPRET")

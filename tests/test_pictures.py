@@ -105,24 +105,24 @@ def test_a_figure_that_cannot_be_read_is_noticed():
 
     figure, left, right = panels(layout="constrained")
     right.legend(loc="upper left")
-    assert any("a legend lies on 'b'" in words for words in readable.complaints(figure))
+    assert any("a legend hides 'b'" in words for words in readable.complaints(figure))
     right.get_legend().remove()
     right.legend(loc="lower left")
     assert readable.complaints(figure) == []
 
     figure, left, right = panels(layout="constrained")
     left.set_xticks([0.50, 0.51], ["one half", "a little more"])
-    assert any("lie on each other" in words for words in readable.complaints(figure))
+    assert any("overlap" in words for words in readable.complaints(figure))
 
     figure, left, right = panels(layout="constrained")
     left.plot([0.4, 0.6], [0.9, 0.9], "o")
     left.annotate("4", (0.4, 0.9), (0, 8), textcoords="offset points", ha="center")
     assert readable.complaints(figure) == []
     left.annotate("6", (0.6, 0.9), ha="center", va="center")
-    assert any("'6' lies on a point" in words for words in readable.complaints(figure))
+    assert any("'6' hides a point" in words for words in readable.complaints(figure))
 
     with style.context("dark_background"):
         figure, left, right = panels(layout="constrained")
         left.set_title("t")
-    assert any("can hardly be seen on #ffffff" in words for words in readable.complaints(figure))
+    assert any("is hardly visible on #ffffff" in words for words in readable.complaints(figure))
     assert readable.complaints(figure, readable.DARK) == []

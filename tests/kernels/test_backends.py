@@ -1,4 +1,4 @@
-"""Which backend runs, and what is said where one cannot."""
+"""Which backend runs, and the error or warning if one cannot."""
 
 import contextlib
 import warnings
@@ -12,7 +12,7 @@ from revdeq import kernels
 from revdeq.kernels import Coefficients, backends, cpu, reference
 
 
-def test_a_backend_must_be_known(monkeypatch):
+def test_an_unknown_backend_is_an_error(monkeypatch):
     with pytest.raises(ValueError, match="backend.name. is 'cuda': expected one of 'triton', 'cpu', .*'reference'"):
         with kernels.backend("cuda"):
             pass
@@ -21,7 +21,7 @@ def test_a_backend_must_be_known(monkeypatch):
         revdeq.solve(torch.cos, torch.zeros(1))
 
 
-def test_a_backend_must_be_there(monkeypatch):
+def test_forcing_a_missing_backend_is_an_error(monkeypatch):
     monkeypatch.setattr(cpu, "library", None)
     assert kernels.half_step_for(torch.device("cpu")) is reference.HalfStep
     with kernels.backend("cpu"), pytest.raises(RuntimeError, match="was not built: install a C compiler"):
@@ -39,7 +39,7 @@ def test_a_backend_must_be_there(monkeypatch):
 
 
 @pytest.mark.skipif(backends.gpu is None, reason="Triton is not installed")
-def test_triton_must_have_something_to_run_on():
+def test_forcing_triton_on_the_cpu_is_an_error():
     with kernels.backend("triton"), pytest.raises(RuntimeError, match="cannot run on cpu tensors.*TRITON_INTERPRET"):
         revdeq.solve(torch.cos, torch.zeros(1))
 
@@ -52,7 +52,7 @@ def test_the_environment_forces_a_backend_and_a_context_overrides_it(monkeypatch
         assert kernels.half_step_for(torch.device("cpu")) is cpu.HalfStep
 
 
-def test_a_state_that_a_backend_does_not_have_yet_is_stepped_by_the_reference(monkeypatch):
+def test_the_reference_steps_states_that_a_backend_lacks(monkeypatch):
     monkeypatch.setitem(backends.REFERENCE.states, "new", reference)
     assert kernels.half_step_for(torch.device("cpu"), "new") is reference.HalfStep
     monkeypatch.setattr(cpu, "library", object())
@@ -71,14 +71,14 @@ def test_every_backend_says_where_it_runs_and_which_states_it_has():
 
 @pytest.mark.skipif(cpu.library is None, reason="the C kernel was not built: no C compiler")
 @pytest.mark.parametrize("name", ["LANES", "ROWS"])
-def test_a_library_with_other_chunks_is_refused(monkeypatch, name):
+def test_a_library_with_other_chunk_sizes_is_rejected(monkeypatch, name):
     monkeypatch.setattr(cpu, name, 128)
-    with pytest.raises(OSError, match="has chunks of 16 rows of 256 lanes, not of"):
+    with pytest.raises(OSError, match="has chunks of 16 rows of 256 lanes, not"):
         cpu.load(cpu.library._name)
 
 
 def test_without_tritons_own_driver_the_reference_runs_on_a_gpu(monkeypatch):
-    """Triton builds it with a C compiler, when it is first used; without a GPU that fails, too."""
+    """Triton builds it with a C compiler on first use, which also fails without a GPU."""
     gpu = pytest.importorskip("revdeq.kernels.gpu", reason="needs Triton")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     gpu.driver_trouble.cache_clear()
@@ -92,7 +92,7 @@ def test_without_tritons_own_driver_the_reference_runs_on_a_gpu(monkeypatch):
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    """As far as torch tells, for which Triton has a driver that loads nothing."""
+    """A GPU as far as torch can tell, with a Triton driver that loads nothing."""
     pytest.importorskip("revdeq.kernels.gpu", reason="needs Triton")
     stub_driver = pytest.importorskip("stub_driver", exc_type=ImportError)
     driver = stub_driver.stub(monkeypatch)
@@ -110,7 +110,7 @@ def a_gpu(monkeypatch):
 CUDA = torch.device("cuda", 0)
 
 
-def test_a_kernel_that_does_not_load_is_told_once_and_the_reference_runs(monkeypatch, a_gpu):
+def test_a_kernel_that_does_not_load_warns_once_and_the_reference_runs(monkeypatch, a_gpu):
     tried = []
 
     def fail(name, *_):
@@ -133,7 +133,7 @@ def test_a_kernel_that_does_not_load_is_told_once_and_the_reference_runs(monkeyp
         backends.backend_for(CUDA)
 
 
-def test_a_kernel_for_an_unknown_gpu_is_told_too(monkeypatch, a_gpu):
+def test_a_gpu_that_triton_does_not_know_is_reported(monkeypatch, a_gpu):
     def fail(*_, **__):
         raise RuntimeError("ptxas fatal: Value 'sm_999' is not defined for option 'gpu-name'")
 
@@ -141,19 +141,19 @@ def test_a_kernel_for_an_unknown_gpu_is_told_too(monkeypatch, a_gpu):
     assert "sm_999" in backends.TRITON.trouble_on(CUDA).why
 
 
-def test_a_kernel_that_loads_is_no_trouble_and_is_not_launched(a_gpu):
+def test_the_check_loads_a_kernel_without_launching_it(a_gpu):
     assert backends.TRITON.trouble_on(CUDA) is None
     assert not a_gpu.calls
 
 
-def test_nothing_is_tried_while_a_graph_is_recorded(monkeypatch, a_gpu):
+def test_nothing_is_compiled_during_graph_capture(monkeypatch, a_gpu):
     monkeypatch.setattr(a_gpu, "load_binary", lambda *_: pytest.fail("it was loaded"))
     with monkeypatch.context() as patch:
         patch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
         assert backends.TRITON.trouble_on(CUDA) is None
 
 
-def test_a_first_launch_that_a_recording_does_not_allow_says_what_to_do(monkeypatch, a_gpu):
+def test_a_first_launch_that_fails_during_graph_capture_names_the_remedy(monkeypatch, a_gpu):
     def fail(*_):
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -163,7 +163,9 @@ def test_a_first_launch_that_a_recording_does_not_allow_says_what_to_do(monkeypa
     with pytest.raises(RuntimeError, match="operation not permitted"):
         half.relax(copy, None, Coefficients.rounded(0.5))
     monkeypatch.setattr("revdeq.kernels.launch.is_capturing", lambda device: True)
-    message = r"_relax_kernel cannot be compiled or loaded .* \(RuntimeError\): run the captured code once before"
+    message = (
+        r"_relax_kernel cannot be compiled or loaded .* \(RuntimeError\): run the captured code once before capturing"
+    )
     with pytest.raises(RuntimeError, match=message):
         half.relax(copy, None, Coefficients.rounded(0.5))
 
@@ -184,7 +186,7 @@ def test_the_reference_divides_on_every_device():
     assert len(divisors) == 1 and isinstance(divisors[0], torch.Tensor) and divisors[0].device == state.device
 
 
-def test_without_the_c_kernel_one_line_says_so(monkeypatch):
+def test_a_missing_c_kernel_warns_once(monkeypatch):
     monkeypatch.setattr(cpu, "library", None)
     monkeypatch.setattr(cpu, "trouble", "")
     backends._say.cache_clear()
@@ -195,4 +197,4 @@ def test_without_the_c_kernel_one_line_says_so(monkeypatch):
         revdeq.solve(torch.cos, torch.zeros(3))  # once
         backends._say.cache_clear()
         with revdeq.kernels.backend("reference"):
-            revdeq.solve(torch.cos, torch.zeros(3))  # it was asked for
+            revdeq.solve(torch.cos, torch.zeros(3))  # explicitly requested

@@ -1,8 +1,8 @@
-"""The PTX that the kernels compile to gives the bits of the reference, executed without a GPU.
+"""The kernels' PTX, executed by an emulator, gives the bits of the reference.
 
-By default each operation meets every dtype of f, every dtype of the copy and every GPU, but not in every combination:
-that is `pytest -m full`. Of the rest ten are drawn, others every day, or as many as `--sample` says. A launch has a
-whole chunk and a tail, and in turn every register of a thread is the first that the tail leaves out.
+By default each operation is tested with every dtype of f, every dtype of the copy and every GPU, but not in every
+combination: that is `pytest -m full`. Of the other combinations ten are drawn at random every day, or as many as
+`--sample` says. A launch has a full chunk and a tail, which ends at each register of a thread in turn.
 """
 
 import itertools
@@ -11,9 +11,9 @@ import pytest
 import torch
 from emulator import emulating
 from gpu_targets import TARGETS, skip_without_the_compiler
+from test_frozen_examples import OPERATIONS as OF_EXAMPLES
+from test_frozen_examples import run as run_examples
 from test_kernels import DTYPES, OPERATIONS, run, same_bits, tensors, wide_range
-from test_resting import OPERATIONS as OF_EXAMPLES
-from test_resting import run as run_examples
 from torch import nn
 
 skip_without_the_compiler()
@@ -26,7 +26,7 @@ from revdeq.kernels.radix import LARGEST_DENOMINATOR  # noqa: E402
 
 GPUS = ("sm_80", "sm_90", "sm_100")
 BETA = 0.8
-STEP = Coefficients(1 - BETA, BETA)  # which are no numbers of float32
+STEP = Coefficients(1 - BETA, BETA)  # not float32 numbers
 MIXED = Coefficients(1 - BETA, 1.3 * BETA, -0.3 * BETA)
 EXACT_OPERATIONS = (
     "relax", "relax and spill", "relax_norms", "relax_norms and spill",
@@ -38,7 +38,7 @@ FEW_ROWS = 4
 
 @pytest.fixture(autouse=True)
 def _unwritten_memory_shows():
-    """torch.empty is filled with NaN, and with the largest integer."""
+    """torch.empty returns NaN, or the largest integer."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -46,24 +46,25 @@ def _unwritten_memory_shows():
 
 @pytest.fixture(autouse=True)
 def _blocks_of_a_large_state(monkeypatch):
-    """In small tensors."""
+    """Small tensors use large blocks too."""
     monkeypatch.setattr(launch, "SMALL", 0)
 
 
 @pytest.fixture(params=[FEW_ROWS, pytest.param(half_step.ROWS, marks=pytest.mark.full)], ids="{} rows".format)
 def rows(request, monkeypatch):
-    """Of a chunk whose norms are summed. With few of them, few sizes of a tail meet all; whole solves have them all."""
+    """The rows of a chunk. With few of them, few tails cover all rows; whole solves use the real number."""
     monkeypatch.setattr(half_step, "ROWS", request.param)
     return request.param
 
 
 def emulated(gpu_name):
-    """Of the values that do not fit and are reported in the same lane, any will do."""
+    """If several values in a lane do not fit, any of them may be reported."""
     return emulating(TARGETS[gpu_name], unordered=["p_alarm"])
 
 
 def covering(operations):
-    """Operations, GPUs, dtypes of f and of the copy: every pair of an operation and something else, or everything."""
+    """All combinations of operations, GPUs, dtypes of f and of the copy. The default ones cover every operation with
+    every GPU and every dtype."""
     chosen = {
         (operation, GPUS[(i + j) % 3], DTYPES[j], DTYPES[(i + j) % 4])
         for i, operation in enumerate(operations)
@@ -80,12 +81,12 @@ def covering(operations):
 
 
 def one_of(gpus):
-    """In the middle, or all."""
+    """The middle one, or all with `-m full`."""
     return [pytest.param(name, marks=[] if i == 1 else pytest.mark.full) for i, name in enumerate(gpus)]
 
 
 def sizes(rows):
-    """Some chunks; and one and a tail that ends in each of the two registers of each row, in threads of all warps."""
+    """Three chunks; and one chunk with a tail that ends in each register of each row, in threads of all warps."""
     yield 3 * rows * LANES
     for slot in range(2 * rows):
         yield (rows + slot // 2) * LANES + 37 * slot % (LANES // 2) * 2 + slot % 2
@@ -106,13 +107,13 @@ def test_ptx_gives_the_bits_of_the_reference(operation, gpu_name, f_dtype, copy_
 
 
 def dividends(a, seed):
-    """Numbers over all exponents of float64, of which some have a quotient by a that is nearly, or exactly, between two
-    numbers, or at the ends of the range."""
+    """Numbers with all exponents of float64. The quotients of some by a are halfway between two floats, or nearly so,
+    or at the ends of the range."""
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.arange(-1074, 1024, dtype=torch.float64).repeat(2)
     bits = torch.randint(2**52, 2**53, exponents.shape, generator=generator).double()
     halves = torch.where(torch.arange(len(bits)) % 2 == 0, 0.0, 0.5)
-    near = (bits - 2.0**52 + 2.0**51 + halves) * 2.0**-52 * a  # its quotient has one bit more than there is room for
+    near = (bits - 2.0**52 + 2.0**51 + halves) * 2.0**-52 * a  # its quotient has one bit too many
     x = torch.ldexp(torch.cat([bits * 2.0**-53, near]), exponents.repeat(2))
     x = torch.cat([x, x.nextafter(torch.tensor(torch.inf).double()), x.nextafter(-torch.tensor(torch.inf).double())])
     ends = [0.0, 5e-324, 2.0**-1022, 2.0**-900 * a, 2.0**1023 * a, torch.finfo(torch.float64).max, torch.inf, torch.nan]
@@ -122,8 +123,8 @@ def dividends(a, seed):
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.8, 0.9, 1.2, 0.1, 1 - 2.0**-24, 1.9])
-def test_a_quotient_by_way_of_the_reciprocal_is_the_quotient(beta):
-    """For every exponent, subnormal quotients and those that overflow included."""
+def test_division_by_the_reciprocal_is_correctly_rounded(beta):
+    """For every exponent, including subnormal quotients and those that overflow."""
     step = Coefficients.rounded(beta)
     x = dividends(step.a, seed=int(1000 * beta))
     results = []
@@ -137,9 +138,9 @@ def test_a_quotient_by_way_of_the_reciprocal_is_the_quotient(beta):
 
 
 @pytest.mark.parametrize("n", range(1, LARGEST_DENOMINATOR + 1))
-def test_an_integer_quotient_by_way_of_the_reciprocal_is_the_quotient(n):
-    """For every number that gpu_exact.py says so of. umulhi(2 x, reciprocal) grows with x, so that it is k from x = k n
-    to x = k n + n - 1 if it is at both ends."""
+def test_integer_division_by_the_reciprocal_is_exact(n):
+    """For every x in the range that gpu_exact.py states. umulhi(2 x, reciprocal) is monotonic in x, so it is k from
+    x = k n to x = k n + n - 1 if it is k at both ends."""
     reciprocal = gpu_exact.reciprocal(n) & 0xFFFFFFFF
     k = torch.arange(2**19)
     for x in (k * n, k * n + n - 1):
@@ -150,7 +151,7 @@ def test_an_integer_quotient_by_way_of_the_reciprocal_is_the_quotient(n):
 def test_ptx_divides_integers_at_the_edges(p, d):
     """Remainders and states at the ends of their ranges, and next to multiples of p, d and the lower digit."""
     radix = Radix(1, p, d, 24)
-    room = p * (2**32 // d)  # for a remainder that will fit into 32 bits
+    room = p * (2**32 // d)  # smaller remainders still fit into 32 bits after the step
     near = {k * n + i for n in (p, d, 2**19) for k in (0, 1, 2**13, room // n) for i in (-1, 0, 1)}
     remainders = torch.tensor(sorted({room - 1, *(x for x in near if 0 <= x < room)}))
     values = torch.tensor([-(2**31), -(2**31) + 1, -(2**19), -1, 0, 1, 2**19 - 1, 2**31 - 2, 2**31 - 1])
@@ -166,7 +167,7 @@ def test_ptx_divides_integers_at_the_edges(p, d):
 
 
 class LastElements(torch.Tensor):
-    """Of a tensor that has 2^31 more in front of them."""
+    """The last elements of a tensor, with 2^31 elements before them."""
 
     def numel(self):
         return 2**31 + super().numel()
@@ -208,10 +209,10 @@ def test_ptx_gives_the_bits_of_the_reference_for_every_beta(operation, beta, gam
 
 
 def run_exact(half_step, operation, f_dtype, copy_dtype, n, radix, seed=None):
-    """All that the operation leaves behind, from any state and any f that fit."""
+    """Everything that an operation writes and returns, for a random state and a random f."""
     generator = torch.Generator().manual_seed(n)
     spill = operation.endswith(("spill", "take back"))
-    scale = 1 if radix.sign > 0 else 4  # beyond beta = 1 there must be some room
+    scale = 1 if radix.sign > 0 else 4  # above beta = 1 the state grows
     y = torch.randint(-(2**31), 2**31, (n,), generator=generator) // scale
     has_room = 2**32 if spill else -(-(2**32) // radix.d) * radix.p - radix.p
     state = y << 32 | torch.randint(0, has_room, (n,), generator=generator)
@@ -222,7 +223,7 @@ def run_exact(half_step, operation, f_dtype, copy_dtype, n, radix, seed=None):
     copy, wide = torch.full((n,), torch.nan, dtype=copy_dtype), torch.promote_types(copy_dtype, torch.float32)
     adjoint, other = (wide_range((n,), wide, "cpu", seed=seed) for seed in (3, 4))
     name, _, place = operation.partition(" and ")
-    if name not in ("relax", "relax_norms"):  # what is undone was done before
+    if name not in ("relax", "relax_norms"):  # take the step that is then inverted
         exact.relax(state, f, read, copy.clone(), aside.clone() if spill else None, radix)
         if radix.gamma != 1:
             copy.copy_(read)
@@ -258,9 +259,9 @@ def test_ptx_gives_the_bits_of_the_exact_reference(operation, gpu_name, f_dtype,
 
 @pytest.mark.parametrize("state", ["float64", "exact"])
 @pytest.mark.parametrize("operation", OF_EXAMPLES)
-def test_ptx_lets_examples_rest(operation, state, monkeypatch):
-    """A block and a tail of each, or less than a block; and 8 elements too many, which the reference steps. An f that
-    does not fit raises no alarm where it is not looked at."""
+def test_ptx_freezes_examples(operation, state, monkeypatch):
+    """Examples of a block and a tail, of less than a block, and of a size that is no multiple of 16, which the
+    reference steps. An f that does not fit raises no alarm in a frozen example."""
     monkeypatch.setattr(half_step, "ROWS", FEW_ROWS)
     for gpu_name, length, now in zip(GPUS, (1048, 1104, 48), (4, 5, 4), strict=True):
         dtype = DTYPES[length % 3]
@@ -277,7 +278,7 @@ def test_ptx_lets_examples_rest(operation, state, monkeypatch):
 @pytest.mark.parametrize("gpu_name", one_of(GPUS))
 @pytest.mark.parametrize("operation", ["relax", "invert", "invert_adjoint"])
 def test_small_states_have_small_blocks(monkeypatch, operation, gpu_name):
-    """Of which each thread has two neighbours, and a tail that ends in each of them."""
+    """Each thread has two neighbours, and the tail ends at either of them."""
     monkeypatch.setattr(launch, "SMALL", 2**18)
     programs, launch_by_triton = [], launch._launch_by_triton
 
@@ -299,7 +300,7 @@ def test_small_states_have_small_blocks(monkeypatch, operation, gpu_name):
 @pytest.mark.parametrize("seed_dtype", DTYPES)
 @pytest.mark.parametrize("copy_dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("operation", ["invert_adjoint", "invert_compare"])
-def test_ptx_writes_the_seed_too(operation, copy_dtype, seed_dtype, rows):
+def test_ptx_writes_the_seed(operation, copy_dtype, seed_dtype, rows):
     n = (rows + 1) * LANES + 101
     with emulated("sm_90"):
         case = tensors((n,), seed_dtype, copy_dtype, "cpu")
@@ -316,7 +317,7 @@ def test_ptx_writes_the_seed_too(operation, copy_dtype, seed_dtype, rows):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gpu_name", one_of(GPUS))
 def test_ptx_encodes_and_decodes(gpu_name, dtype):
-    """Numbers between two of the state's, too; and states with a remainder, which f does not read."""
+    """Including numbers that must be rounded, and states with a remainder, which f does not read."""
     radix = Radix.nearest(BETA, 24)
     for n in (2 * gpu_exact.BLOCK, gpu_exact.BLOCK + 101, 1):
         x = ((252 * torch.rand(n) - 126) * 2.0 ** torch.randint(-30, 1, (n,))).to(dtype)
@@ -329,7 +330,7 @@ def test_ptx_encodes_and_decodes(gpu_name, dtype):
 
 
 @pytest.mark.parametrize("bad", [128.0, -129.0, float("inf"), float("nan")])
-def test_ptx_raises_the_alarm_for_a_start_that_does_not_fit(bad):
+def test_ptx_raises_the_alarm_for_an_initial_state_that_does_not_fit(bad):
     x, radix = torch.zeros(1500), Radix.nearest(BETA, 24)
     x[1301] = bad
     with emulated("sm_90"):
@@ -341,7 +342,7 @@ def test_ptx_raises_the_alarm_for_a_start_that_does_not_fit(bad):
     compare([state, alarm.amax(0, keepdim=True)], [expected_state, expected_alarm])
 
 
-def test_a_start_is_laid_out_like_the_state():
+def test_the_initial_state_has_the_layout_of_like():
     x, radix = torch.randn(3, 5, 7), Radix.nearest(BETA, 24)
     like = torch.empty(7, 3, 5).permute(1, 2, 0)
     with emulated("sm_90"):
@@ -351,12 +352,12 @@ def test_a_start_is_laid_out_like_the_state():
     compare([state.contiguous()], [exact.encode(x, radix)])
 
 
-NEARLY = 128 - 2.0**-27  # fits as it is, but not rounded
+NEARLY = 128 - 2.0**-27  # fits, but not after rounding
 
 
 @pytest.mark.parametrize("place", [0, 255, 1023, 1024, 1024 + 300, 1499])
 @pytest.mark.parametrize("bad", [128.0, -129.0, 1e30, float("inf"), float("nan"), NEARLY])
-def test_ptx_raises_the_alarm_for_what_does_not_fit(bad, place):
+def test_ptx_raises_the_alarm_for_an_f_that_does_not_fit(bad, place):
     f = torch.zeros(1500, dtype=torch.float64 if bad == NEARLY else torch.float32)
     radix = Radix.nearest(0.8, 24)
     step = gpu_exact.HalfStep(torch.zeros(1500, dtype=torch.int64), torch.zeros(1500), [radix] * 3)
@@ -370,7 +371,7 @@ def test_ptx_raises_the_alarm_for_what_does_not_fit(bad, place):
 
 
 def test_ptx_raises_the_alarm_for_a_state_that_leaves_its_range():
-    """f fits, but a state of -127 is reflected at f = 127."""
+    """f fits, but a step from -127 beyond f = 127 does not."""
     state, f = torch.full((1500,), -127 << 56), torch.full((1500,), 127.0)
     radix = Radix.nearest(1.2, 24)
     step = gpu_exact.HalfStep(state, torch.zeros(1500), [radix])
@@ -380,8 +381,8 @@ def test_ptx_raises_the_alarm_for_a_state_that_leaves_its_range():
 
 
 @pytest.mark.parametrize("gpu_name", one_of(GPUS))
-def test_tensors_may_begin_anywhere(gpu_name):
-    """Off by one element, nothing is known about the alignment, and accesses are narrow."""
+def test_unaligned_tensors(gpu_name):
+    """At an offset of one element, the alignment is unknown and accesses are narrow."""
     for operation in ("relax", "invert_adjoint"):
         *case, floor = tensors((1501,), torch.bfloat16, torch.float32, "cpu")
         case = [x[1:] for x in case]

@@ -1,4 +1,4 @@
-"""The emulator computes what PTX prescribes, and refuses what would go wrong unseen on a GPU."""
+"""The emulator computes what PTX specifies, and raises for errors that a GPU would not report."""
 
 import math
 from fractions import Fraction
@@ -44,7 +44,7 @@ def floats(n=THREADS):
     return np.arange(n, dtype=np.float32)
 
 
-def test_it_runs():
+def test_a_kernel_with_a_branch():
     x, y = floats(), np.full(THREADS, np.nan, np.float32)
     execute(
         """
@@ -71,7 +71,7 @@ CHOOSE = """
 """
 
 
-def test_a_parameter_is_loaded_by_its_address_as_well():
+def test_a_parameter_can_be_loaded_by_its_address():
     x, y = np.zeros(THREADS, np.float32), np.zeros(THREADS, np.float32)
     execute(
         f"""
@@ -88,7 +88,7 @@ def test_a_parameter_is_loaded_by_its_address_as_well():
 
 
 @pytest.mark.parametrize("load", ["ld.param.b64 %rd5, [%rd3+4];", "ld.param.b32 %r5, [%rd3];"])
-def test_half_of_a_parameter_is_not_loaded_as_one(load):
+def test_loading_part_of_a_parameter_is_an_error(load):
     with pytest.raises(EmulationError, match="is not a parameter|is not of the size"):
         execute(f"{CHOOSE}{load}", floats(), floats())
 
@@ -128,12 +128,12 @@ def test_a_multiply_add_is_rounded_once(dtype):
     for x, y, z, r in zip(a.tolist(), b.tolist(), c.tolist(), result.tolist(), strict=True):
         if all(map(math.isfinite, (x, y, z))):
             assert r == rounded(Fraction(x) * Fraction(y) + Fraction(z))
-    assert (result != a * b + c).sum() > 300, "where rounding twice gives something else"
+    assert (result != a * b + c).sum() > 300, "cases where rounding twice gives another result"
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @np.errstate(all="ignore")
-def test_a_multiply_add_of_what_is_not_finite_and_of_zeros(dtype):
+def test_multiply_adds_of_infinities_nan_and_zeros(dtype):
     special = np.array([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan], dtype)
     a, b, c = (x.ravel() for x in np.meshgrid(special, special, special))
     expected = a * b + c  # nothing is rounded
@@ -190,40 +190,40 @@ def lines(body):
 
 
 @pytest.mark.parametrize("size", [THREADS - 1, 1])
-def test_an_access_out_of_bounds(size):
+def test_an_access_out_of_bounds_is_an_error(size):
     with pytest.raises(
         EmulationError, match=f"out of bounds: {THREADS - size} threads access x0, which has {4 * size} bytes"
     ):
         execute(lines(STORE), floats(size), floats())
     with pytest.raises(EmulationError, match=r"out of bounds: .* at byte -4: ld.global"):
         execute(lines("ld.global.b32 %r1, [%rd2+-4];"), floats(), floats())
-    with pytest.raises(EmulationError, match="out of bounds: an access to 0x10, where there is nothing"):
+    with pytest.raises(EmulationError, match="out of bounds: an access to 0x10, which is not allocated"):
         execute(lines("mov.b64 %rd1, 16; ld.global.b32 %r1, [%rd1];"), floats())
 
 
-def test_a_wide_access_that_is_in_bounds_with_its_first_half_only():
+def test_a_wide_access_with_only_its_first_half_in_bounds_is_an_error():
     with pytest.raises(EmulationError, match="out of bounds"):
         execute(lines("ld.global.v2.b32 {%r1, %r2}, [%rd1+8];"), floats(3))
 
 
 @pytest.mark.parametrize(("access", "offset"), [("b32 %r1", 2), ("b64 %rd4", 4), ("v2.b32 {%r1, %r2}", 4)])
-def test_a_misaligned_access(access, offset):
+def test_a_misaligned_access_is_an_error(access, offset):
     with pytest.raises(EmulationError, match="misaligned: an access of . bytes to x0"):
         execute(lines(f"ld.global.{access}, [%rd1+{offset}];"), floats())
 
 
-def test_two_threads_that_write_to_an_address_in_one_instruction():
+def test_two_threads_writing_to_one_address_is_a_race():
     with pytest.raises(EmulationError, match="race: thread 0 writes what another wrote, in x0: st.global"):
         execute(lines("st.global.b32 [%rd1], %r0;"), floats())
 
 
-def test_two_programs_that_write_to_an_address():
+def test_two_programs_writing_to_one_address_is_a_race():
     execute(lines(STORE), floats())
     with pytest.raises(EmulationError, match="race"):
         execute(lines(STORE), floats(), programs=2)
 
 
-def test_two_threads_that_write_one_after_the_other():
+def test_two_threads_writing_in_sequence_is_a_race():
     again = "xor.b32 %r1, %r0, 1; mul.wide.u32 %rd4, %r1, 4; add.s64 %rd4, %rd1, %rd4; st.global.b32 [%rd4], %r0;"
     with pytest.raises(EmulationError, match="writes what another wrote"):
         execute(lines(f"{STORE} {again}"), floats())
@@ -232,23 +232,23 @@ def test_two_threads_that_write_one_after_the_other():
 NEIGHBOUR = "xor.b32 %r1, %r0, 1; mul.wide.u32 %rd4, %r1, 4; add.s64 %rd4, %rd1, %rd4; ld.global.b32 %r2, [%rd4];"
 
 
-def test_a_thread_that_reads_what_another_wrote_without_a_barrier():
+def test_reading_what_another_thread_wrote_is_a_race():
     with pytest.raises(EmulationError, match="reads what another wrote, in x0: ld.global"):
         execute(lines(f"{STORE} {NEIGHBOUR}"), floats())
 
 
-def test_a_thread_that_writes_what_another_reads_without_a_barrier():
+def test_writing_what_another_thread_read_is_a_race():
     with pytest.raises(EmulationError, match="writes what another reads, in x0: st.global"):
         execute(lines(f"{NEIGHBOUR} {STORE}"), floats())
 
 
-def test_what_is_no_race():
-    """A thread that meets itself, and threads that only read."""
+def test_accesses_that_are_no_race():
+    """A thread that accesses its own element again, and threads that only read."""
     execute(lines(f"{STORE} ld.global.b32 %r1, [%rd3]; {STORE}"), floats())
     execute(lines(f"ld.global.b32 %r1, [%rd1]; {NEIGHBOUR}"), floats(), programs=2)
 
 
-def test_a_register_that_is_read_before_it_is_written():
+def test_reading_an_unwritten_register_is_an_error():
     with pytest.raises(EmulationError, match="register %r1 is read before it is written: add.s32"):
         execute(lines("add.s32 %r2, %r1, 1;"))
     some = "setp.lt.u32 %p1, %r0, 63; @%p1 mov.b32 %r1, 0; add.s32 %r2, %r1, 1;"
@@ -257,8 +257,8 @@ def test_a_register_that_is_read_before_it_is_written():
     execute(lines(some.replace("63", "64")))
 
 
-def test_half_a_pair_may_be_undefined_if_nobody_looks():
-    """As compilers leave it. If it is looked at, it shows."""
+def test_an_undefined_half_of_a_pair_is_allowed_unless_it_is_used():
+    """Compilers generate such pairs. If the half is used, it is all ones."""
     pair = "add.s64 %rd3, %rd1, %rd0; mov.b64 %rd4, {%r0, %r7}; "
     x = np.zeros(THREADS, np.uint32)
     execute(lines(pair + "mov.b64 {%r1, _}, %rd4; st.global.b32 [%rd3], %r1;"), x)
@@ -279,12 +279,12 @@ def test_half_a_pair_may_be_undefined_if_nobody_looks():
         "atom.global.add.u32 %r1, [%rd1], 1;",
     ],
 )
-def test_an_unknown_instruction_or_modifier_even_where_no_thread_arrives(instruction):
-    with pytest.raises(EmulationError, match="an instruction that the kernels had no use for"):
+def test_an_unknown_instruction_is_an_error_even_if_no_thread_reaches_it(instruction):
+    with pytest.raises(EmulationError, match="unsupported instruction"):
         execute(lines(f"bra $end; {instruction} \n$end:"), floats())
 
 
-def test_what_cannot_be_read_is_an_error():
+def test_text_that_cannot_be_parsed_is_an_error():
     with pytest.raises(EmulationError, match="not an instruction: .local .b8 depot"):
         execute(".local .b8 depot[8];")
     with pytest.raises(EmulationError, match="no kernel"):

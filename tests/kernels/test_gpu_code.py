@@ -1,5 +1,5 @@
-"""What the compiler makes of the Triton kernels, for GPUs that need not be here: no kernel costs more than its row in
-budgets.py allows."""
+"""The machine code of the Triton kernels, cross-compiled for many GPUs: no kernel costs more than its row in budgets.py
+allows."""
 
 import dataclasses
 import itertools
@@ -31,7 +31,7 @@ ON_EVERY_GPU = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def compiled(request):
-    """The kernels of the tests that were chosen, compiled and read by as many threads as there are cores."""
+    """The kernels of the selected tests, compiled and disassembled by one thread per core."""
     parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     chosen = {(p["kernel"], p["target"]): None for p in parameters if {"kernel", "target"} <= p.keys()}
 
@@ -63,7 +63,7 @@ def test_a_kernel_stays_within_its_budget(compiled, kernel, target):
     assert found.within(budget), "\n".join([where, *found.against(budget)])
 
 
-def test_with_another_triton_there_may_be_a_few_registers_more_and_nothing_else(monkeypatch):
+def test_with_another_triton_only_registers_and_float64_may_grow_a_little(monkeypatch):
     budget = BUDGETS["relax"].on("sm_90", BUDGETS["relax"].rows)
     more = {name: dataclasses.replace(budget, **{name: getattr(budget, name) + 8}) for name in ("registers", "float64")}
     spilled = {name: dataclasses.replace(budget, **{name: 8}) for name in ("spilled", "shared", "barriers", "fused")}
@@ -78,13 +78,13 @@ def test_with_another_triton_there_may_be_a_few_registers_more_and_nothing_else(
 
 
 @ON_EVERY_GPU
-def test_coefficients_are_no_float32_and_no_multiply_add_is_contracted(compiled, kernel, target):
+def test_coefficients_are_not_float32_and_no_multiply_add_is_contracted(compiled, kernel, target):
     text, budget = compiled[kernel, target][0].asm, BUDGETS[kernel]
     llir = text["llir"]
     assert "llvm.fma" not in llir and " contract " not in llir
     inverts = kernel.startswith("invert")
     if "ptx" in text:
-        assert text["ptx"].count("fma.rn") == 2 * text["ptx"].count("bra USUAL_"), "those of a quotient, and no others"
+        assert text["ptx"].count("fma.rn") == 2 * text["ptx"].count("bra USUAL_"), "only those of a quotient"
         assert ("bra USUAL_" in text["ptx"]) == inverts
         assert ".param .f32" not in text["ptx"]
     assert bool(re.search(r"\bfdiv (<\d+ x )?double\b", llir)) == (inverts and "ptx" not in text)
@@ -92,7 +92,7 @@ def test_coefficients_are_no_float32_and_no_multiply_add_is_contracted(compiled,
         assert "double" not in llir
 
 
-def test_the_bytes_are_the_least_that_each_pass_can_do_with():
+def test_each_kernel_moves_the_fewest_possible_bytes():
     """Each tensor is read once, and each that changes is written once."""
     bytes_moved = {kernel: (budget.bytes_read, budget.bytes_written) for kernel, budget in BUDGETS.items()}
     for state in ("", "exact "):
@@ -108,8 +108,8 @@ def test_the_bytes_are_the_least_that_each_pass_can_do_with():
 
 
 @pytest.mark.parametrize("launch", [float64_state, exact_state])
-def test_no_beta_and_no_gamma_compiles_anything_after_the_first(monkeypatch, launch):
-    """Bits that are divisible by 16, coefficients that are 1 or negative and p = 1 included."""
+def test_another_beta_or_gamma_compiles_nothing_new(monkeypatch, launch):
+    """Including bits that are divisible by 16, coefficients that are 1 or negative, and p = 1."""
     compilations = []
     monkeypatch.setattr(gpu_targets, "_compiled", {})
     monkeypatch.setattr(triton, "compile", lambda *source, **options: compilations.append(source))
@@ -125,14 +125,14 @@ def test_no_beta_and_no_gamma_compiles_anything_after_the_first(monkeypatch, lau
     assert len(compilations) == 10
     sweep([i / 16 for i in range(1, 32) if i != 16], [1.0])
     sweep([i / 16 for i in range(1, 32) if i != 16], [0.5, 1.5, 0.123, 1.9])
-    if launch is float64_state:  # 1 - beta takes all bits of a float64
+    if launch is float64_state:  # 1 - beta uses all bits of a float64
         sweep([1.1e-9, 2.3e-9, 3.7e-9], [1.0])
     assert len(compilations) == 10
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_a_loop_is_counted_as_often_as_it_is_run(target):
-    """16 rows of two elements, each with its loads and stores, whatever the compiler has unrolled of them."""
+def test_loops_are_counted_as_often_as_they_run(target):
+    """16 rows of two elements, each with its loads and stores, however far the compiler unrolled the loop."""
     with compiling(TARGETS[target]) as compiled:
         exact_state("relax_norms")
     budget = BUDGETS["exact relax_norms"]
@@ -143,8 +143,8 @@ def test_a_loop_is_counted_as_often_as_it_is_run(target):
 
 
 @pytest.mark.parametrize("target", ["sm_90", *(pytest.param(x, marks=pytest.mark.full) for x in ("sm_80", "gfx942"))])
-def test_examples_that_rest_cost_few_registers(target):
-    """And nothing is spilled or passes through shared memory."""
+def test_frozen_examples_cost_few_registers(target):
+    """And no spills, shared memory or barriers."""
     seed = budgets.zeros(torch.float32)
     for launch in (float64_state, exact_state):
         for operation in ("relax", "relax_norms", "invert", "invert_adjoint"):
@@ -154,13 +154,13 @@ def test_examples_that_rest_cost_few_registers(target):
                 with compiling(TARGETS[target]) as compiled:
                     launch(operation, examples=examples, **more)
                 found.append(machine_code.statistics(compiled[0]))
-            plain, resting = found
-            assert resting.spilled == resting.shared == resting.barriers == 0, operation
-            assert resting.registers <= plain.registers + 16, (operation, plain.registers, resting.registers)
+            plain, frozen = found
+            assert frozen.spilled == frozen.shared == frozen.barriers == 0, operation
+            assert frozen.registers <= plain.registers + 16, (operation, plain.registers, frozen.registers)
 
 
 def test_a_chunk_begins_at_a_64_bit_offset():
-    """So that there may be more than 2^31 elements."""
+    """So that tensors may have more than 2^31 elements."""
     with compiling(TARGETS["sm_90"]) as compiled:
         for operation in ("relax", "relax_norms", "invert_adjoint", "invert_compare"):
             float64_state(operation)

@@ -55,8 +55,7 @@ def tensors(shape, f_dtype, copy_dtype, device):
 
 
 def run(half_step, operation, state, f, copy, adjoint, vjp, read, other, floor, step, adjoint_step=None, seed=None):
-    """What the operation leaves in state, copy, adjoint and a seed, if one of a dtype is asked for, and what it
-    returns."""
+    """What the operation writes to state, copy, adjoint and a seed of this dtype, if given, and what it returns."""
     state, copy, adjoint = state.clone(), copy.clone(), adjoint.clone()
     if step.c and not operation.startswith("relax"):
         copy.copy_(read)  # until it is overwritten
@@ -80,7 +79,7 @@ OPERATIONS = ("relax", "relax_norms", "invert", "invert_adjoint", "invert_compar
 
 @STEPS
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_threads_change_no_bit(operation, step):
+def test_the_number_of_threads_does_not_change_the_bits(operation, step):
     """Above 2^15 elements, the C kernel shares its chunks among threads."""
     if cpu.library is None:
         pytest.skip("the C kernel was not built: no C compiler")
@@ -195,7 +194,7 @@ def test_conversions_round_as_torch_does(half_step):
         same_bits(copy, between.to(dtype))
 
 
-def test_not_finite_values_pass_through(half_step):
+def test_infinities_and_nan_propagate(half_step):
     half_step, device = half_step
     special = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e300, 3e38, 0.0], dtype=torch.float64, device=device)
     for dtype in DTYPES:
@@ -208,7 +207,7 @@ def test_not_finite_values_pass_through(half_step):
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.75, 0.8, 0.9, 1.2])
-def test_step_and_inverse_are_inverse_to_each_other(half_step, beta):
+def test_the_inverse_undoes_the_step(half_step, beta):
     half_step, device = half_step
     step = Coefficients.rounded(beta)
     start = wide_range((5000,), torch.float32, device, seed=5).double()
@@ -229,7 +228,7 @@ def test_step_and_inverse_are_inverse_to_each_other(half_step, beta):
     same_bits(copy[safe], start[safe].float())
 
 
-def test_the_step_computes_both_equations_by_hand(half_step):
+def test_the_step_against_numbers_computed_by_hand(half_step):
     """beta = .75: y' = .25 * 2 + .75 * 4 = 3.5, and back (3.5 - 3) / .25 = 2. The adjoint: .25 * 8 + .75 * 4 = 5."""
     half_step, device = half_step
     state = torch.tensor([2.0], dtype=torch.float64, device=device)
@@ -243,7 +242,7 @@ def test_the_step_computes_both_equations_by_hand(half_step):
     assert (state.item(), copy.item(), adjoint.item()) == (2.0, 2.0, 5.0)
 
 
-def test_two_coefficients_by_hand(half_step):
+def test_two_coefficients_against_numbers_computed_by_hand(half_step):
     """beta = .75 and gamma = 2/3: y' = .25 * 2 + .5 * 4 + .25 * 12 = 5.5, and back (5.5 - 5) / .25 = 2. The adjoint,
     with coefficients of its own: .5 * 8 + 1 * 4 + 2 * 3 = 14."""
     half_step, device = half_step
@@ -258,7 +257,7 @@ def test_two_coefficients_by_hand(half_step):
 
 
 def test_coefficients_may_change_from_step_to_step(half_step):
-    """Of the state, of the adjoint, and whether there is a c, in one bound half-step."""
+    """Those of the state and of the adjoint, and whether c is 0, in one bound half-step."""
     half_step, device = half_step
     case = tensors((1000,), torch.float32, torch.float32, device)
     steps = [Coefficients.rounded(b, g) for b, g in ((0.5, 1.0), (0.8, 1.3), (0.8, 1.0), (1.2, 0.6))]
@@ -279,7 +278,7 @@ def test_coefficients_may_change_from_step_to_step(half_step):
 
 @pytest.mark.parametrize("gamma", [1.0, 0.5, 1.3, 1.9])
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.8, 1.2, 1.9])
-def test_coefficients_are_numbers_of_float32_that_add_up_to_one(beta, gamma):
+def test_coefficients_are_float32_and_add_up_to_one(beta, gamma):
     step = Coefficients.rounded(beta, gamma)
     assert all(torch.tensor(x, dtype=torch.float32).item() == x for x in (step.b, step.c))
     assert step.a + (step.b + step.c) == 1
@@ -288,7 +287,7 @@ def test_coefficients_are_numbers_of_float32_that_add_up_to_one(beta, gamma):
         assert step == Coefficients(1 - step.b, torch.tensor(beta, dtype=torch.float32).item(), 0.0)
 
 
-def test_an_error_is_judged_on_its_own_size_and_on_no_less_than_the_floor(half_step):
+def test_errors_are_relative_to_the_state_or_the_floor(half_step):
     """State 1e3, 1, 1e-9 and 0, each off by 1e-3, with a floor of .1: ratios 1e-6, 1e-3, 1e-2 and 1e-2."""
     half_step, device = half_step
     state = torch.tensor([1e3, 1.0, 1e-9, 0.0], dtype=torch.float64, device=device)
@@ -303,7 +302,7 @@ def test_an_error_is_judged_on_its_own_size_and_on_no_less_than_the_floor(half_s
 
 
 def looped(window, total):
-    """The address of `total` bytes in which the same memory, of the size of a window, comes again and again."""
+    """The address of `total` bytes of virtual memory that repeat one window of real memory."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

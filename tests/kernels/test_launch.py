@@ -1,4 +1,4 @@
-"""A compiled kernel is called again only for what Triton would have chosen it for."""
+"""A cached kernel is launched only with arguments for which Triton would have selected it."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ N = 1000
 
 @pytest.fixture
 def by_triton(monkeypatch):
-    """The kernels that Triton was asked to launch."""
+    """The names of the kernels that Triton launched itself."""
     names, launch_by_triton = [], launch._launch_by_triton
 
     def noted(kernel, *arguments):
@@ -45,7 +45,7 @@ def exact(fraction_bits=24, **settings):
     return gpu_exact.HalfStep(state, torch.zeros(N, **settings), [radix] * 8), torch.randn(N, **settings), radix
 
 
-def test_the_launcher_gets_from_a_cached_launch_what_it_gets_from_tritons(monkeypatch, by_triton):
+def test_a_cached_launch_passes_the_same_arguments_as_triton(monkeypatch, by_triton):
     driver = stub(monkeypatch)
     torch.manual_seed(0)
     half, f = bound()
@@ -80,13 +80,13 @@ def same_calls(name, by_triton, ordinary, cached):
 
 
 @pytest.mark.parametrize("offset", [1, 2])
-def test_a_kernel_for_aligned_pointers_never_gets_others(by_triton, offset):
+def test_a_kernel_for_aligned_pointers_never_gets_unaligned_ones(by_triton, offset):
     torch.manual_seed(0)
     half, f = bound()
     _, other = bound(offset=offset)
     assert f.data_ptr() % 16 == 0 != other.data_ptr() % 16
     expected, copy = half.state.clone(), torch.empty(N)
-    with emulating(TARGETS["sm_90"]):  # where it is an error
+    with emulating(TARGETS["sm_90"]):  # which raises for unaligned pointers
         for x in (f, other, f, other):
             half.relax(x, None, STEP)
             reference.relax(expected, x, None, copy, STEP)
@@ -103,7 +103,7 @@ def test_a_kernel_for_a_dtype_never_gets_another(by_triton):
     assert len(by_triton) == 3
 
 
-def test_the_tests_would_notice(monkeypatch):
+def test_these_tests_would_catch_an_incomplete_key(monkeypatch):
     monkeypatch.setattr(launch, "_kinds", lambda tensors: [None if x is None else x.dtype for x in tensors])
     half, f = bound()
     _, other = bound(offset=1)
@@ -114,7 +114,7 @@ def test_the_tests_would_notice(monkeypatch):
 
 def test_a_kernel_of_one_device_is_never_launched_on_another(by_triton):
     driver.cached_launches = 0
-    with emulated():  # where it is an error
+    with emulated():  # which raises for a kernel of another device
         for device in (DEVICE, OTHER, DEVICE, OTHER, DEVICE):
             half, f = bound(device=device)
             half.relax(f, None, STEP)
@@ -152,7 +152,7 @@ def test_small_states_have_small_blocks(monkeypatch, n, programs):
     assert driver.calls[0][0] == programs
 
 
-def test_a_kernel_is_never_launched_with_a_longer_number_of_elements(by_triton):
+def test_a_kernel_for_32_bit_sizes_never_gets_64_bits(by_triton):
     with compiling(TARGETS["sm_90"]):
         for n in (2**18, 2**31 - 1, 2**31, 2**40):
             state, f = torch.zeros(1).double().expand(n), torch.zeros(1).expand(n)
@@ -160,16 +160,16 @@ def test_a_kernel_is_never_launched_with_a_longer_number_of_elements(by_triton):
     assert len(by_triton) == 2
 
 
-def test_a_kernel_for_little_memory_never_gets_much(by_triton):
+def test_an_amd_kernel_for_less_than_2_gib_never_gets_more(by_triton):
     with compiling(TARGETS["gfx942"]):
         for size in (4 * N, 2**31 - 4, 2**31):
             half, _ = bound()
-            half.relax(torch.empty(size // 4)[:N], None, STEP)  # of which no page is touched
+            half.relax(torch.empty(size // 4)[:N], None, STEP)  # no page of it is touched
     assert len(by_triton) == 2
 
 
 def test_no_kernel_is_specialised_for_the_value_of_a_number():
-    """Of which a key holds the types alone."""
+    """The cache key holds only their types."""
     kernels = [k for module in (gpu, gpu_exact) for name, k in vars(module).items() if name.endswith("_kernel")]
     assert len(kernels) == 10
     for kernel in kernels:
@@ -179,7 +179,7 @@ def test_no_kernel_is_specialised_for_the_value_of_a_number():
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
-def test_who_watches_launches_sees_them_all(monkeypatch, by_triton, hook):
+def test_launch_hooks_see_every_launch(monkeypatch, by_triton, hook):
     driver = stub(monkeypatch)
     half, f = bound()
     half.relax(f, None, STEP)
@@ -198,7 +198,7 @@ def test_who_watches_launches_sees_them_all(monkeypatch, by_triton, hook):
     assert len(by_triton) == 3
 
 
-def test_who_is_asked_before_a_launch_or_debugs_gets_tritons(monkeypatch, by_triton):
+def test_pre_run_hooks_and_debugging_use_tritons_launch(monkeypatch, by_triton):
     stub(monkeypatch)
     half, f = bound()
     half.relax(f, None, STEP)
@@ -215,7 +215,7 @@ def test_who_is_asked_before_a_launch_or_debugs_gets_tritons(monkeypatch, by_tri
     assert len(by_triton) == 4
 
 
-def test_where_it_is_not_known_what_triton_asks_triton_launches(monkeypatch):
+def test_unknown_versions_and_devices_use_tritons_launch(monkeypatch):
     cuda, xpu, kernel = torch.device("cuda", 0), torch.device("xpu", 0), JITFunction(gpu._relax_kernel.fn)
     for minor in range(2, 12):
         monkeypatch.setattr(launch, "_VERSION", (3, minor))
@@ -223,7 +223,7 @@ def test_where_it_is_not_known_what_triton_asks_triton_launches(monkeypatch):
     monkeypatch.setattr(launch, "_VERSION", (3, 7))
     assert not launch.is_known(kernel, xpu)
     assert not launch.is_known(kernel, torch.device("cpu"))
-    assert not launch.is_known(kernel.fn, cuda)  # as the interpreter's are none of Triton's
+    assert not launch.is_known(kernel.fn, cuda)  # a kernel of the interpreter
 
 
 @pytest.mark.parametrize(
@@ -234,11 +234,11 @@ def test_where_it_is_not_known_what_triton_asks_triton_launches(monkeypatch):
         ("compilation", "fpsan_homomorphic_casts"),
     ],
 )
-def test_what_changes_compilation_is_asked_for_in_the_versions_that_have_it(monkeypatch, by_triton, knobs, name):
+def test_compilation_knobs_are_checked_in_the_versions_that_have_them(monkeypatch, by_triton, knobs, name):
     driver = stub(monkeypatch)
     half, f = bound()
     known = SimpleNamespace(**{key: getattr(triton.knobs.runtime, key) for key in RUNTIME}), SimpleNamespace()
-    with monkeypatch.context() as patch:  # of Triton's own launch, the knobs must be the real ones
+    with monkeypatch.context() as patch:  # Triton's own launch needs the real knobs
         half.relax(f, None, STEP)
         patch.setattr(launch.triton, "knobs", SimpleNamespace(runtime=known[0], compilation=known[1]))
         half.relax(f, None, STEP)
@@ -249,4 +249,4 @@ def test_what_changes_compilation_is_asked_for_in_the_versions_that_have_it(monk
 
 
 RUNTIME = ("launch_enter_hook", "launch_exit_hook", "debug")
-"""Of Triton's knobs, those that every version has."""
+"""Triton's runtime knobs that every version has."""

@@ -1,4 +1,4 @@
-"""The bugs of `make mutants` are bugs of today's kernels."""
+"""The bugs of `make mutants` can be applied to the current kernels."""
 
 from pathlib import Path
 
@@ -9,12 +9,12 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_bug_changes_text_that_is_there_once(bug):
+def test_each_bug_replaces_text_that_occurs_once(bug):
     text = (REPOSITORY / bug.file).read_text()
     for old, new in bug.edits:
         assert text.count(old) == 1 and new != old
         text = text.replace(old, new)
 
 
-def test_bugs_have_names_of_their_own():
+def test_the_names_of_bugs_are_unique():
     assert len({bug.name for bug in BUGS}) == len(BUGS)

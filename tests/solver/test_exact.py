@@ -1,4 +1,4 @@
-"""The integer state: every half-step is undone to the last bit, and so every gradient is exact."""
+"""The integer state: every half-step is inverted to the last bit, so every gradient is exact."""
 
 import itertools
 
@@ -20,33 +20,33 @@ FREE_HALF_STEPS = {0.5: 32, 0.6: 23, 2 / 3: 20, 0.75: 16, 0.8: 13, 0.9: 9, 0.95:
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_the_radix_is_the_fraction_and_its_room_is_known(beta):
+def test_the_fraction_and_the_free_half_steps_of_a_radix(beta):
     radix = Radix.nearest(beta, 24)
     assert radix.beta == pytest.approx(beta, abs=1e-15)
     assert radix.free_half_steps == FREE_HALF_STEPS[beta]
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_a_plan_puts_the_remainder_aside_when_its_room_is_used_up(beta):
+def test_a_plan_spills_when_the_remainder_is_full(beta):
     radix = Radix.nearest(beta, 24)
     plan, free = Plan([radix] * 200), radix.free_half_steps
     assert [i for i in range(200) if plan.spills_before(i)] == [*range(free, 200, free)]
     assert plan.spills == 199 // free
 
 
-def test_a_plan_of_steps_that_differ_never_outgrows_the_room():
+def test_a_plan_of_different_steps_spills_when_it_must():
     radices = [Radix.nearest((0.5, 0.9, 0.6, 1.2, 0.95)[i * i % 5], 24) for i in range(100)]
     plan, bound = Plan(radices), 1
     for i, radix in enumerate(radices):
         without = radix.outgrown(bound)
-        assert plan.spills_before(i) == (without > ROOM), "no sooner and no later than it must"
+        assert plan.spills_before(i) == (without > ROOM), "it spills neither too early nor too late"
         bound = radix.outgrown(1) if plan.spills_before(i) else without
         assert bound <= ROOM
 
 
 @pytest.mark.parametrize("gamma", [1.0, 1.3])
-def test_steps_may_differ(exact_half_step, gamma):
-    """Each half-step has its own radix, and the way back takes them in the opposite order."""
+def test_half_steps_with_different_radices(exact_half_step, gamma):
+    """Each half-step has its own radix, and the inverse takes them in reverse order."""
     half_step, device = exact_half_step
     radices = [
         Radix.nearest(beta, 24, gamma) for beta in (0.5, 0.9, 0.6, 0.95, 0.95, 0.9, 0.9, 0.95, 0.9, 0.8, 1.2, 0.9)
@@ -71,7 +71,7 @@ def test_steps_may_differ(exact_half_step, gamma):
     assert all(map(torch.equal, there_and_back(half_step), there_and_back(exact.HalfStep)))
 
 
-def test_a_step_must_be_the_one_that_was_announced():
+def test_a_step_that_was_not_announced_is_an_error():
     announced, another = Radix.nearest(0.5, 24), Radix.nearest(0.8, 24)
     step = exact.HalfStep(torch.zeros(3, dtype=torch.int64), torch.zeros(3), [announced])
     with pytest.raises(AssertionError, match="not the announced step"):
@@ -81,7 +81,7 @@ def test_a_step_must_be_the_one_that_was_announced():
 def roundtrip(
     half_step, radix, device, n=3000, half_steps=40, f_dtype=torch.float32, copy_dtype=torch.float32, norms=False
 ):
-    """All that is left behind on the way there and back."""
+    """Everything that is written on the way there and back."""
     generator = torch.Generator().manual_seed(1)
 
     def random(dtype):
@@ -106,7 +106,7 @@ def roundtrip(
     back = half_step(state, copy, steps, there.spilled)
     for f, read in zip(reversed(fs[1:]), reversed(reads[1:]), strict=True):
         if radix.gamma != 1:
-            copy.copy_(read)  # otherwise nobody looks at it
+            copy.copy_(read)  # otherwise it is not read
         back.invert_adjoint(f, adjoint, random(copy_dtype), other_adjoint, radix, radix)
     copy.copy_(reads[0])
     other, floor = random(copy_dtype), torch.tensor(0.5, device=device)
@@ -117,12 +117,12 @@ def roundtrip(
         ]
     )
     back.invert(fs[0], radix)
-    assert torch.equal(state, start), "the way back ends where the way there began"
+    assert torch.equal(state, start), "the inverses end at the initial state"
     return [x.cpu() for x in (*left, copy, adjoint, maxima)]
 
 
 @pytest.mark.parametrize("norms", [False, True])
-def test_threads_change_no_bit(norms):
+def test_the_number_of_threads_does_not_change_the_bits(norms):
     if cpu.library is None:
         pytest.skip("the C kernel was not built: no C compiler")
     radix, settings = Radix.nearest(0.6, 24), {"n": 2**15 + 77, "half_steps": 12, "norms": norms}  # past a spill
@@ -168,8 +168,8 @@ def test_bits_equal_the_reference_for_every_size(exact_half_step, n):
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_random_bits_and_extremes_survive_a_step_and_its_inverse(exact_half_step, beta):
-    """Any state whose remainder is within its bound, and f over its whole range. The extremes stand at both ends: C
-    takes the last elements, where there are not eight, another way."""
+    """Random states with a remainder within its bound, and f over its whole range. The extremes are at both ends: C
+    steps the last elements, if they are fewer than eight, in other code."""
     half_step, device = exact_half_step
     radix = Radix.nearest(beta, 24)
     generator = torch.Generator().manual_seed(2)
@@ -180,7 +180,7 @@ def test_random_bits_and_extremes_survive_a_step_and_its_inverse(exact_half_step
     for end in (slice(4), slice(-4, None)):
         y[end], r[end] = torch.tensor([-(2**31), 2**31 - 1, 0, -1]), torch.tensor([0, bound - 1, bound - 1, 0])
         f[end] = torch.tensor([127.9, -127.9, 0.0, 127.9])
-    if radix.sign < 0:  # beyond beta = 1 the state may leave its range, which is what the alarm is for
+    if radix.sign < 0:  # above beta = 1 the state may overflow, which raises the alarm
         y, f = y // 4, f / 4
     state = ((y << 32) | r).to(device)
     start, copy, expected = state.clone(), torch.empty(2004, device=device), state.clone()
@@ -195,7 +195,7 @@ def test_random_bits_and_extremes_survive_a_step_and_its_inverse(exact_half_step
 
 
 @pytest.mark.parametrize("bad", [128.0, -129.0, 1e30, float("inf"), float("nan")])
-def test_what_does_not_fit_raises_the_alarm_of_its_half_step(exact_half_step, bad):
+def test_an_overflow_raises_the_alarm_of_its_half_step(exact_half_step, bad):
     half_step, device = exact_half_step
     state, copy = torch.zeros(300, dtype=torch.int64, device=device), torch.zeros(300, device=device)
     radix = Radix.nearest(0.5, 24)
@@ -246,7 +246,7 @@ def test_the_gradient_equals_that_of_kept_graphs_bit_for_bit(beta, max_steps):
 
 
 @pytest.mark.cpu
-def test_where_float64_fails_it_does_not():
+def test_it_is_exact_where_float64_fails():
     f, x = blocks()["conv"]
     x.requires_grad_()
     weight = torch.randn_like(x)
@@ -255,14 +255,14 @@ def test_where_float64_fails_it_does_not():
     z, ours = gradients(f, x, weight, beta=0.9, max_steps=64, state="exact", check="raise")
     expected_z = stored_graph(f, torch.zeros_like(x), x, beta=0.9, max_steps=64)
     expected = torch.autograd.grad(expected_z, [x, *f.parameters()], weight)
-    # The forward passes differ by the resolution of the state, and the gradients by what that makes of them.
+    # The forward passes differ by the resolution of the state, and the gradients accordingly.
     torch.testing.assert_close(z, expected_z, rtol=0, atol=1e-5)
     for g, e in zip(ours, expected, strict=True):
         assert (g - e).norm() <= 1e-3 * e.norm()
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_the_value_is_that_of_the_float64_scheme(beta):
+def test_the_solution_is_close_to_that_of_the_float64_state(beta):
     for f, x in blocks().values():
         settings = {"beta": beta, "max_steps": 6, "check": None}
         ours = revdeq.solve(f, torch.zeros_like(x), x, state="exact", **settings).z
@@ -314,7 +314,7 @@ def test_no_float64_tensor_is_made(monkeypatch):
         gradients(f, x, torch.ones_like(x), beta=0.8, max_steps=8, state="exact")
 
 
-def test_another_beta_becomes_the_nearest_fraction():
+def test_beta_is_rounded_to_the_nearest_fraction():
     solution = revdeq.solve(torch.cos, torch.zeros(2), beta=0.7001, state="exact")
     assert solution.beta == 0.7
     assert revdeq.solve(torch.cos, torch.zeros(2), beta=0.999, state="exact").beta == 63 / 64
@@ -324,7 +324,7 @@ def test_another_beta_becomes_the_nearest_fraction():
 
 
 @pytest.mark.cpu
-def test_values_out_of_range_are_errors_with_the_step_and_the_remedy():
+def test_overflow_errors_name_the_step_and_the_remedy():
     with pytest.raises(
         OverflowError,
         match=r"overflow in step 2: f reached 150, .*below 128; use state=revdeq.Exact\(fraction_bits=22\)",
@@ -338,32 +338,32 @@ def test_values_out_of_range_are_errors_with_the_step_and_the_remedy():
         revdeq.solve(torch.cos, torch.full((3,), 500.0), state="exact")
     with pytest.raises(OverflowError, match=r"overflow in step 1: f reached 3e\+10") as told:
         revdeq.solve(lambda z: z * 0 + 3e10, torch.zeros(3), state="exact")
-    assert "fraction_bits=" not in str(told.value), "no number of them is enough"
+    assert "fraction_bits=" not in str(told.value), "no number of fraction bits is enough"
     with pytest.raises(FloatingPointError, match="z0 .*not finite"):
         revdeq.solve(torch.cos, torch.zeros(3) / 0, state="exact")
 
 
 @pytest.mark.cpu
-def test_a_state_that_outgrows_its_range_is_not_blamed_on_f():
+def test_an_overflow_of_the_state_is_not_blamed_on_f():
     with pytest.raises(OverflowError, match=r"in step 1: the state exceeded 128, .* while f was only 100: .*diverges"):
         revdeq.solve(lambda z: 0 * z + 100, torch.full((3,), -100.0), beta=1.9, state="exact")
 
 
 @pytest.mark.cpu
-def test_where_looking_would_wait_an_error_comes_with_a_later_solve(monkeypatch):
+def test_where_reading_would_wait_the_error_comes_with_a_later_solve(monkeypatch):
     monkeypatch.setattr("revdeq._device.can_look", lambda x: False)
     revdeq.solve(lambda z: z / 0, torch.zeros(3), state="exact")
     with pytest.raises(FloatingPointError, match="overflow in step 1"):
         revdeq.solve(torch.cos, torch.zeros(3))
 
 
-def test_bad_settings():
+def test_bad_fraction_bits():
     for bits in (0, 31, 2.5, "24"):
         with pytest.raises(ValueError, match="fraction_bits = .* must be an integer from 1 to 30"):
             revdeq.Exact(fraction_bits=bits)
 
 
-def test_remainders_that_do_not_fit_into_memory_are_an_error_with_their_size(monkeypatch):
+def test_an_error_names_the_size_of_remainders_that_do_not_fit_into_memory(monkeypatch):
     def none_left(*args, **kwargs):
         raise RuntimeError("not enough memory: you tried to allocate")
 

@@ -1,15 +1,15 @@
-"""What every Triton kernel may cost on every GPU: one row for each.
+"""What each Triton kernel may cost on each GPU, one row per kernel.
 
-reads, writes: bytes per element, a term for each tensor. Two neighbours share an access: 16 bytes for float64 and
+reads, writes: bytes per element, one term per tensor. Two neighbours share an access: 16 bytes for float64 and
     int64, 8 for float32 and int32, 4 for bfloat16.
-sums: what each of 256 lanes leaves behind, once in 16 rows. alarm: a store that is masked off unless a value is too
-    large, once in 16 rows where there are sums.
-f64, fma: float64 instructions and multiply-adds per element, on NVIDIA/AMD where they differ. The source has two
-    multiply-adds, of a quotient by way of the reciprocal, on NVIDIA. Others are those of divisions: AMD's in float64,
-    and all in float32 where errors are compared.
-registers: per thread (AMD: vector registers), in units of 8, in which NVIDIA allots them.
-Spills, shared memory and barriers: none, anywhere. Registers may be fewer; all else is met exactly. Registers and
-    float64 instructions are those of Triton 3.7: with another version there may be 8 more, and a fifth more.
+sums: what each of 256 lanes stores, once in 16 rows. alarm: a store that is masked off unless a value is too large,
+    once in 16 rows if there are sums.
+f64, fma: float64 instructions and multiply-adds per element, as NVIDIA/AMD if they differ. The source has two
+    multiply-adds, in the division by a reciprocal on NVIDIA. The others are part of division instructions: AMD's in
+    float64, and all in float32, where errors are compared.
+registers: per thread (AMD: vector registers), in units of 8, the granularity of NVIDIA's allocation.
+Spills, shared memory and barriers are not allowed. There may be fewer registers; everything else must be equal.
+    Registers and float64 instructions are those of Triton 3.7; other versions may need 8 registers and 20 % more.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ exact invert_adjoint, seed      8+4+4+4       8+4+4+2  -     -      0      0    
 exact invert_compare            8+4+4+4+4     4        4     -      0      5                       56       48       48       48       48       48       48       48       48       64       64       64       64       64       64
 """  # noqa: E501
 
-FEW, MANY = launch.SMALL - 1, launch.SMALL  # elements: nothing else of their number is compiled for
+FEW, MANY = launch.SMALL - 1, launch.SMALL  # elements: kernels depend on their number in no other way
 
 
 def zeros(dtype: torch.dtype, n: int = MANY) -> torch.Tensor:
@@ -68,7 +68,7 @@ def zeros(dtype: torch.dtype, n: int = MANY) -> torch.Tensor:
 
 
 def arguments(operation: str, dtype: torch.dtype, step: Any, n: int, seed: torch.Tensor | None) -> tuple[Any, ...]:
-    """What an operation is called with."""
+    """The arguments of an operation."""
     f, adjoint, other = (zeros(t, n) for t in (dtype, *[torch.promote_types(dtype, torch.float32)] * 2))
     read, vjp, floor = zeros(dtype, n), zeros(dtype, n), torch.ones((), device="cpu")
     return {
@@ -89,7 +89,7 @@ def float64_state(
     seed: torch.Tensor | None = None,
     examples: int = 0,
 ) -> None:
-    """Launches an operation on the float64 state, or on examples of it that may rest."""
+    """Launch an operation on the float64 state, or with `each` on this many examples."""
     bound = backends.gpu.HalfStep(zeros(torch.float64, n), zeros(dtype, n))
     if examples:
         bound.each(zeros(torch.int32, examples), 2)
@@ -166,7 +166,7 @@ class Budget:
 
     @property
     def rows(self) -> int:
-        """Of two elements, that a thread goes through."""
+        """How many rows of two elements a thread processes."""
         if self.sums:
             return half_step.ROWS
         if "small" in self.kernel:
@@ -176,7 +176,7 @@ class Budget:
         return (backends.gpu.INVERT_BLOCK if "invert" in self.kernel else backends.gpu.RELAX_BLOCK) // half_step.LANES
 
     def rows_in(self, found: Statistics) -> int:
-        """As many as there are 16-byte accesses for. Of a loop, those that the compiler has unrolled."""
+        """The number of rows, from the number of 16-byte accesses. In a loop, the rows that the compiler unrolled."""
         return self._rows(found.accesses)
 
     def _rows(self, accesses: Counter) -> int:
@@ -184,7 +184,7 @@ class Budget:
         return accesses[kind, 16] // sum(size == 8 for size in sizes)
 
     def passes(self, kernel: Any) -> int:
-        """How often a thread goes through the loop for all rows, of which some may be before it."""
+        """How often the loop must run to process all rows, some of which may come before it."""
 
         def rows(passes: int) -> int:
             return self._rows(Counter(it.access for it in executed(kernel, passes)))
@@ -204,13 +204,13 @@ class Budget:
         return self.kernel.startswith("exact")
 
     def looked_at_by_default(self, target: str) -> bool:
-        """The rest takes minutes: pytest -m full."""
+        """The others take minutes: pytest -m full."""
         if target in ("sm_90", "gfx942"):
             return True
         return self.kernel in ("relax", "exact invert_adjoint, spill")
 
     def for_this_triton(self, target: str, found: Statistics) -> Statistics:
-        """What is allowed where this was found."""
+        """The allowed statistics with the installed version of Triton."""
         budget = self.on(target, self.rows_in(found))
         if VERSION == MEASURED_WITH:
             return budget
@@ -218,7 +218,7 @@ class Budget:
         return dataclasses.replace(budget, registers=budget.registers + 8, float64=float64)
 
     def on(self, target: str, rows: int) -> Statistics:
-        """For a thread in a full block, or in so many rows of a chunk."""
+        """The allowed statistics of a thread in a full block, or in this many rows of a chunk."""
         amd = target.startswith("gfx")
         accesses = Counter()
         for kind, sizes, count in (
@@ -228,7 +228,7 @@ class Budget:
         ):
             for size in sizes:
                 accesses[kind, 2 * size] += count
-        if "compare" in self.kernel and not amd:  # AMD has scalar loads for what all threads share
+        if "compare" in self.kernel and not amd:  # AMD uses scalar loads for what all threads share
             accesses["load", 4] += 1
         alarms = Counter({("store", size): 2 if self.sums else 2 * rows for size in self.alarm})
         return Statistics(
@@ -262,10 +262,10 @@ def parsed(table: str) -> dict[str, Budget]:
 
 
 BUDGETS = parsed(TABLE)
-assert BUDGETS.keys() == LAUNCHES.keys(), "a row for each kernel, and a kernel for each row"
+assert BUDGETS.keys() == LAUNCHES.keys(), "each kernel needs a row, and each row a kernel"
 
 measured: dict[tuple[str, str], Statistics] = {}
-"""By kernel and target, for the summary at the end of a run."""
+"""Statistics by kernel and target, for the summary at the end of a run."""
 
 
 def summary(target: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A GPU's host side without one: a device made in Python, whose tensors keep their numbers on the CPU.
+"""The host side of a GPU, simulated: a device implemented in Python, whose tensors store their data on the CPU.
 
     from fake_gpu import DEVICE, driver, emulated
     x = torch.randn(3, 6, device=DEVICE)        # "fakegpu:0", while fakegpu:1 is current
@@ -6,17 +6,17 @@
         revdeq.solve(f, x)
     driver.waits                                # what made the host wait for the device
 
-What is like a GPU: PyTorch runs backward passes in a thread of the device's own. A value that is read on the host makes
-it wait, and is noted. A copy to the host that nobody waits for comes when its stream is told to run, and memory is as
-it was until then. While a graph is recorded, waiting is an error, in every thread. The device has a generator of its
-own, and an allocator that counts. A graph is a list of what ran while it was recorded, operations and launches, each
-with the memory that it had; a replay runs them again. Tensors of two devices do not mix. The other device is current,
-so that whatever relies on the current one goes wrong.
+What is like a GPU: PyTorch runs backward passes in a separate thread for the device. Reading a value on the host
+synchronises, which is recorded. A non-blocking copy to the host arrives when its stream is told to run, and the target
+is unchanged until then. During graph capture, synchronising is an error, in every thread. The device has its own random
+number generator, and an allocator that counts. A graph is a list of the operations and launches that ran during
+capture, with their memory; a replay runs them again. Tensors of two devices cannot be mixed. The other device is
+current, so that code that relies on the current device fails.
 
-What it cannot show: operations run at once, one after the other, so there is neither asynchrony nor a race between
-streams; a graph keeps its memory to itself; memory is counted by tensors, without what an operation needs
-inside; kernels other than ours are the CPU's; nothing can be said about speed. PyTorch gives a device made in Python
-one thread, so that only fakegpu:0 has backward passes; and only if this module was imported before the process's first.
+What it cannot show: operations run immediately and in order, so there is neither asynchrony nor a race between streams;
+a graph keeps its memory to itself; memory is counted by tensors, without the workspace of operations; kernels other
+than ours are the CPU's; timings mean nothing. PyTorch gives a Python device only one thread, so that only fakegpu:0 has
+backward passes, and only if this module is imported before the first backward pass of the process.
 """
 
 import contextlib
@@ -35,22 +35,22 @@ try:
         _setup_privateuseone_for_python_backend,
     )
 except ImportError:
-    pytest.skip(f"torch {torch.__version__} has no devices made in Python", allow_module_level=True)
+    pytest.skip(f"torch {torch.__version__} does not support devices implemented in Python", allow_module_level=True)
 
 aten = torch.ops.aten
 NAME = "fakegpu"
 READS = {aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten._unique2}
-"""Operations whose result, or its size, the host has to know."""
+"""Operations that synchronise, because the host needs their result or its size."""
 
 
 class Stream:
-    """Work that was asked for and that nobody has waited for: copies to the host."""
+    """Pending work: copies to the host."""
 
     def __init__(self):
         self.asked, self.done, self._copies = 0, 0, []
 
     def copy(self, source, target):
-        source = source.clone()  # as it is at this point
+        source = source.clone()  # its current value
         self._copies.append(lambda: target.copy_(source))
         self.asked += 1
 
@@ -66,7 +66,7 @@ class Stream:
 
 
 class Graph:
-    """As torch.cuda.CUDAGraph."""
+    """Like torch.cuda.CUDAGraph."""
 
     def __init__(self):
         self.operations, self.states = [], {}
@@ -78,10 +78,10 @@ class Graph:
 
 
 class Driver(_DummyBackendModule):
-    """torch.fakegpu, and what tests want to know or set.
+    """The module torch.fakegpu, with counters for tests.
 
-    waits: of the host, by what they were for. launches: of Triton kernels, by name. cached_launches: those of them that
-        went past Triton. replays: of graphs.
+    waits: what the host waited for, in order. launches: the number of launches of each Triton kernel. cached_launches:
+        how many of them bypassed Triton. replays: the number of graph replays.
     """
 
     Stream, CUDAGraph = Stream, Graph
@@ -138,7 +138,7 @@ class Driver(_DummyBackendModule):
 
     @contextlib.contextmanager
     def recording(self, device):
-        """As in `with torch.cuda.graph(...)`."""
+        """Like `with torch.cuda.graph(...)`."""
         self._captured, self.spoiled = self._number(device), ""
         try:
             with self.device(device):
@@ -149,7 +149,7 @@ class Driver(_DummyBackendModule):
 
     @contextlib.contextmanager
     def graph(self, graph):
-        """As torch.cuda.graph, with the current device."""
+        """Like torch.cuda.graph, on the current device."""
         self._graph = graph
         try:
             with self.recording(self._index):
@@ -158,13 +158,13 @@ class Driver(_DummyBackendModule):
             self._graph = None
 
     def record(self, operation):
-        """What ran just now, if a graph is recorded."""
+        """Add an operation that just ran to the graph that is being captured, if any."""
         if self._graph is not None:
             self._graph.operations.append(operation)
 
     @contextlib.contextmanager
     def other_stream(self):
-        """In a thread whose current stream is not the one that a graph is recorded from."""
+        """For a thread whose current stream is not the one being captured."""
         self._thread.elsewhere = True
         try:
             yield
@@ -176,7 +176,7 @@ class Driver(_DummyBackendModule):
 
     def refuse(self, what):
         if self._captured is not None:
-            self.spoiled = f"{what} is not permitted while a graph is recorded"
+            self.spoiled = f"{what} is not permitted during graph capture"
             raise RuntimeError(self.spoiled)
 
     # generators
@@ -186,7 +186,7 @@ class Driver(_DummyBackendModule):
             generator.manual_seed(seed)
 
     def get_rng_state(self, device=None):
-        """While a graph is recorded, a place in its random numbers, wherever those begin in a replay."""
+        """During graph capture, a position in the graph's random numbers, relative to where a replay starts."""
         generator = self._generators[self._number(device)]
         state, graph = generator.get_state(), self._graph
         if graph is not None:
@@ -203,7 +203,7 @@ class Driver(_DummyBackendModule):
 
     @contextlib.contextmanager
     def drawing(self, index):
-        """Operations take no generator, but the CPU's: it is this device's for a while."""
+        """Operations use the CPU's generator, so give it the state of this device's generator for a while."""
         with self._one_at_a_time, torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._generators[index].get_state())
             yield
@@ -244,7 +244,7 @@ DEVICE, OTHER = torch.device(NAME, 0), torch.device(NAME, 1)
 
 
 class Tensor(torch.Tensor):
-    """raw: the numbers, on the CPU."""
+    """raw: the data, on the CPU."""
 
     @staticmethod
     def __new__(cls, raw, index):
@@ -261,7 +261,7 @@ class Tensor(torch.Tensor):
 
     @property
     def data(self):
-        return Tensor(self.raw, self.index)  # whose changes in place are not counted
+        return Tensor(self.raw, self.index)  # in-place changes of it are not counted
 
     @data.setter
     def data(self, other):
@@ -300,7 +300,7 @@ class Tensor(torch.Tensor):
         if packet in READS:
             driver.wait(packet.__name__)
         if packet is aten._fused_sdp_choice:
-            return 0  # the plain one: the others belong to devices
+            return 0  # the plain implementation: the others are for particular devices
         draws = torch.Tag.nondeterministic_seeded in func.tags
 
         def run(args, kwargs):
@@ -328,7 +328,7 @@ def _is_view(func, given, made):
 
 
 def _overwrite(made, anew):
-    """What an operation has made before, with what it makes now."""
+    """Overwrite the outputs of an operation with those of a replay."""
     for old, new in zip(tree_leaves(made), tree_leaves(anew), strict=True):
         if isinstance(old, torch.Tensor) and old.numel() and old.data_ptr() != new.data_ptr():
             old.copy_(new)
@@ -377,7 +377,7 @@ _library.impl("empty_strided", _empty_strided, "PrivateUse1")
 
 @contextlib.contextmanager
 def emulated(name="sm_90"):
-    """Launches of Triton kernels on tensors of this device are executed as on that GPU, bit for bit."""
+    """Context manager: the emulator executes Triton kernels on tensors of this device as that GPU would."""
     from emulator import emulating
     from gpu_targets import TARGETS, Loaded, missing
 
@@ -399,7 +399,7 @@ def emulated(name="sm_90"):
             return tree_map(_raw, args)
 
         class OnRawMemory:
-            """A compiled kernel, which belongs to a device."""
+            """A compiled kernel, which is loaded on one device."""
 
             function, packed_metadata = Loaded.function, Loaded.packed_metadata
 

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels, specialised and compiled as for a GPU that need not be here."""
+"""Launches of Triton kernels, specialised and cross-compiled for a GPU without needing one."""
 
 import contextlib
 import functools
@@ -18,13 +18,13 @@ else:
 
 
 def lacking(first):
-    """Why what needs Triton of this version or of a later one cannot run, if so."""
+    """Why code that needs at least this version of Triton cannot run, or ""."""
     if VERSION == (0, 0):
         return "Triton is not installed"
     return "" if first <= VERSION else f"Triton is {triton.__version__}: this needs {first[0]}.{first[1]} or later"
 
 
-missing = lacking((3, 7))  # whose tools read the machine code of all targets
+missing = lacking((3, 7))  # the first version whose tools disassemble code for all targets
 TARGETS = {}
 if not lacking((3, 4)):
     from triton._utils import find_paths_if, get_iterable_path
@@ -40,14 +40,14 @@ if not lacking((3, 4)):
 
 
 def skip_without_the_compiler(first=(3, 7)):
-    """Called at the top of a test module."""
+    """Skip a test module. Call it at the top of the module."""
     if reason := lacking(first):
         pytest.skip(reason, allow_module_level=True)
 
 
 @dataclass
 class Launch:
-    """arguments: the tensors and numbers that the compiled kernel takes at run time, in order, by their names."""
+    """arguments: the tensors and numbers that the compiled kernel takes at run time, by name and in order."""
 
     compiled: Any
     grid: tuple[int, ...]
@@ -55,7 +55,7 @@ class Launch:
 
 
 _compiled: dict[Any, Any] = {}
-"""What was compiled in this session; Triton looks into its files each time."""
+"""The kernels compiled by this process. Triton's own cache reads files each time."""
 
 
 @functools.cache
@@ -64,10 +64,10 @@ def _binder(kernel, target):
 
 
 def _packed(kernel, backend, kwargs, bound, specialization, options):
-    """What Triton compiles by."""
+    """The options, signature, constants and attributes that Triton compiles for."""
     if hasattr(kernel, "_pack_args"):
         return kernel._pack_args(backend, kwargs, bound, specialization, options)
-    kinds, attributes = zip(*specialization, strict=True)  # 3.4 does this within its launch
+    kinds, attributes = zip(*specialization, strict=True)  # Triton 3.4 does this inside its launch
     signature = dict(zip((parameter.name for parameter in kernel.params), kinds, strict=True))
     constants = {
         path: get_iterable_path(list(bound.values()), path)
@@ -82,7 +82,7 @@ def _packed(kernel, backend, kwargs, bound, specialization, options):
 
 @contextlib.contextmanager
 def launching(target, launch):
-    """Launches compile for the target, specialised by Triton's own binder, and go to `launch` instead of a GPU."""
+    """Context manager: launches compile for the target, specialised by Triton's binder, and call `launch`."""
     backend = make_backend(target)
 
     def specialised(kernel, *args, **kwargs):
@@ -112,7 +112,7 @@ def launching(target, launch):
 
 
 class Streams:
-    """Of Triton's driver, what is asked before a compiled kernel is called. CPU tensors have no index."""
+    """The methods of Triton's driver that are called before a compiled kernel. CPU tensors have no index."""
 
     def get_current_device(self):
         return None
@@ -123,13 +123,13 @@ class Streams:
 
 STREAM = 1234
 ACTIVE = "active" if VERSION < (3, 5) else "_active"
-"""Where Triton keeps its driver."""
+"""The attribute in which Triton stores its driver."""
 
 
 @dataclass
 class Loaded:
-    """What Triton's launch returns: a compiled kernel that can be called again, with the very arguments that it is
-    specialised for. On a GPU nobody would notice others, or all too late."""
+    """What Triton's launch returns: a compiled kernel that can be called again. It raises for arguments that it is not
+    specialised for, which a GPU would not notice."""
 
     compiled: Any
     kernel: Any
@@ -155,7 +155,7 @@ class Loaded:
 
 @contextlib.contextmanager
 def compiling(target):
-    """Launches compile and run nothing."""
+    """Context manager: launches only compile, and run nothing."""
     compiled = []
     with launching(target, lambda launch: compiled.append(launch.compiled)):
         yield compiled

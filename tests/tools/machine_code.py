@@ -1,8 +1,8 @@
-"""What a compiled kernel does to a full block, read off its machine code: SASS for NVIDIA, amdgcn for AMD.
+"""What a compiled kernel does for a full block, read from its machine code: SASS for NVIDIA, amdgcn for AMD.
 
-A kernel takes one of two ways: full blocks go without masks, in wide accesses, and the last block is masked, element
-by element. The way of a full block is the one with the fewest accesses of those with a 16-byte load. It goes through a
-loop over rows once, which may be several rows, if the compiler has unrolled it.
+A kernel has two paths: full blocks use wide accesses without masks, and the last block is masked, element by element.
+The path of a full block is the one with a 16-byte load and the fewest accesses. It takes a loop over rows once, which
+may be several rows if the compiler unrolled it.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ class Instruction:
     opcode: str
     operands: str
     guarded: bool = False
-    """By a predicate, which NVIDIA's masked accesses are."""
+    """Executed under a predicate, as NVIDIA's masked accesses are."""
 
     @property
     def access(self):
@@ -34,37 +34,37 @@ class Instruction:
             width = 4 * int(m[2]) if m[2] else int(m[3] or m[4] or 32) // 8
             return m[1], width
         if re.match(r"ATOM|RED|(global|buffer|flat)_atomic", self.opcode):
-            raise ValueError(f"{self.opcode}: no kernel here needs an atomic")
+            raise ValueError(f"{self.opcode}: no kernel here should use an atomic")
         return None
 
     @property
     def float64(self):
-        """Arithmetic in float64, conversions included."""
+        """Whether it is float64 arithmetic or a conversion."""
         return bool(re.match(r"D(ADD|MUL|FMA|SETP|MNMX)|[A-Z0-9]+\.(.*\.)?F64|MUFU\.\w+64|v_\w*f64", self.opcode))
 
     @property
     def conversion(self):
-        """From or to a type of 64 bits, which some GPUs do slowly."""
+        """Whether it is a conversion from or to 64 bits, which is slow on some GPUs."""
         return bool(re.match(r"(F2F|F2I|I2F)\S*64|v_cvt\w*f64", self.opcode))
 
     @property
     def integer(self):
-        """What NVIDIA's integer units execute, of which there are fewer than instructions issued: whatever is neither
-        floating-point arithmetic, nor an integer multiplication, nor an access."""
+        """Whether NVIDIA's integer units execute it, which handle fewer instructions per cycle than are issued: it is
+        neither floating-point arithmetic, nor an integer multiplication, nor an access."""
         return bool(
             re.match(r"(IADD|ISETP|IMNMX|IABS|LOP|SHF|SEL|LEA|PRMT|VI|FSETP|FSEL|FMNMX|I2FP|BMSK|SGXT)", self.opcode)
         )
 
     @property
     def fused(self):
-        """Multiply-adds of floats: AMD may write two in one instruction."""
+        """The number of floating-point multiply-adds: AMD has instructions with two."""
         halves = f"{self.opcode} {self.operands}".split(" :: ")
         return sum(bool(re.match(r"DFMA|FFMA|v_(pk_|dual_)?(fma|mad|mac)\w*_f\d\d", half.strip())) for half in halves)
 
 
 @functools.lru_cache(maxsize=1)
 def text_of(kernel):
-    """Its machine code, and what it uses of the machine."""
+    """The machine code and resource usage of a kernel, as text."""
     if "amdgcn" in kernel.asm:
         return kernel.asm["amdgcn"]
     import triton
@@ -78,7 +78,7 @@ def text_of(kernel):
 
 
 def disassembled(text):
-    """{address or label: index} and the instructions."""
+    """A dictionary {address or label: index}, and the instructions."""
     return _amdgcn(text) if "amdgcn" in text else _sass(text)
 
 
@@ -104,8 +104,8 @@ END = -1
 
 
 def successors(index, places, code):
-    """Of an instruction. Calls come back, unless there is nothing that returns: then one leaves a loop. A wavefront
-    always has a lane that is active."""
+    """The indices of the instructions that may follow. Calls return, unless the code contains no RET: then they are
+    jumps. A wavefront always has an active lane."""
     it, following = code[index], index + 1
     if it.opcode.startswith("EXIT"):
         return [END, following] if it.guarded else [END]
@@ -123,13 +123,13 @@ def successors(index, places, code):
     if it.opcode.startswith("s_cbranch") and it.opcode != "s_cbranch_execz":
         return [places[it.operands], following]
     if it.opcode.startswith(("BRX", "JMX", "s_setpc")):
-        raise ValueError(f"{it.opcode}: where this goes is not in the text")
+        raise ValueError(f"{it.opcode}: the target of an indirect jump is unknown")
     return [following]
 
 
 def full_block(places, code):
-    """The places of the instructions that a thread executes in a full block: the cheapest way, by accesses and then by
-    length. Wide are its loads, or, of a kernel that reads short numbers alone, its stores."""
+    """The indices of the instructions that a thread executes for a full block: the path with the fewest accesses, and
+    then the fewest instructions, that has a wide load, or a wide store if the kernel has no wide loads."""
     widest = ("load" if any(it.access == ("load", 16) for it in code) else "store"), 16
     queue, done = [((0, 0), 0, False, None)], set()
     while queue:
@@ -146,7 +146,7 @@ def full_block(places, code):
         cost = (cost[0] + (access is not None), cost[1] + 1)
         for following in successors(index, places, code):
             heapq.heappush(queue, (cost, following, wide, (index, way)))
-    raise AssertionError("no way through the kernel makes a 16-byte access")
+    raise AssertionError("no path through the kernel has a 16-byte access")
 
 
 def _unrolled(way):
@@ -158,24 +158,24 @@ def _unrolled(way):
 
 
 def executed(kernel, passes):
-    """What a thread executes in a full block that goes through its loop so many times, if it has one."""
+    """The instructions that a thread executes for a full block, with this many passes through its loop."""
     places, code = disassembled(text_of(kernel))
     way = full_block(places, code)
     back = [(there, i) for i in range(len(code)) for there in successors(i, places, code) if there in way and there < i]
-    if back:  # it may leave its loop before the jump back
+    if back:  # the path may leave the loop before the jump back
         ((begin, end),) = back
         loop = [i for i in way if begin <= i <= end]
         way = [i for i in way if i < begin] + passes * loop + [i for i in way if i > end]
     elif passes != 1:
-        raise ValueError(f"no loop to go through {passes} times")
+        raise ValueError(f"passes = {passes}, but the kernel has no loop")
     return [code[i] for i in way]
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """registers: of a thread (AMD: vector registers). spilled: registers or bytes that go to memory for want of them.
-    shared: bytes of shared memory. barriers: those, and accesses to shared memory.
-    accesses: {("load" or "store", bytes): how many} of a thread in a full block. masked: those that a predicate guards.
+    """registers: per thread (AMD: vector registers). spilled: spilled registers or bytes. shared: bytes of shared
+    memory. barriers: barriers and accesses to shared memory.
+    accesses: {("load" or "store", bytes): count} of a thread in a full block. masked: those under a predicate.
     float64, fused: float64 instructions and multiply-adds of a thread in a full block."""
 
     registers: int
@@ -188,12 +188,12 @@ class Statistics:
     fused: int
 
     def within(self, budget):
-        """Of registers and of what is masked off there may be less; fewer accesses would leave something undone."""
+        """Whether it is within a budget. There may be fewer registers and masked accesses; all else must be equal."""
         rest = dataclasses.replace(self, registers=budget.registers, masked=budget.masked)
         return rest == budget and self.registers <= budget.registers and self.masked <= budget.masked
 
     def against(self, budget):
-        """A table of what differs and what does not."""
+        """A table that compares it with a budget."""
         lines = [f"{'':12}{'budget':>64}{'measured':>64}"]
         for field in dataclasses.fields(self):
             allowed, found = getattr(budget, field.name), getattr(self, field.name)

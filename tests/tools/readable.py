@@ -1,4 +1,4 @@
-"""Whether a matplotlib figure can be read, measured on the figure as it is drawn."""
+"""Checks on a drawn matplotlib figure whether it is readable."""
 
 import itertools
 
@@ -8,14 +8,14 @@ from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
 LIGHT, DARK = "#ffffff", "#0d1117"
-"""The pages that pictures stand on: paper, and GitHub's dark theme."""
+"""The backgrounds of pictures: white, and GitHub's dark theme."""
 
 
 def complaints(figure, page=LIGHT):
-    """What a reader would complain about, in words; nothing, if the figure is readable.
+    """What a reader would complain about, as a list of sentences.
 
-    Panels are too small, something reaches beyond the figure, labels lie on each other, a legend lies on what is
-    drawn, a label in a panel on a point, or text has the page's colour.
+    Panels that are too small or reach beyond the figure, labels that overlap, legends that hide data, numbers that hide
+    a point, and text with too little contrast.
     """
     FigureCanvasAgg(figure).draw()
     return [
@@ -29,7 +29,7 @@ def complaints(figure, page=LIGHT):
 
 
 def _panels(figure):
-    """Without colour bars, which are no subplots."""
+    """All visible panels except colour bars."""
     shown = (axes for axes in figure.axes if axes.get_visible())
     return [axes for axes in shown if axes.get_subplotspec() is not None]
 
@@ -52,7 +52,7 @@ def _outside(figure):
 
 
 def _tick_labels(axis):
-    """Those in view, which are not all that there are."""
+    """The tick labels within the limits of the axis; there may be others."""
     low, high = sorted(axis.get_view_interval())
     ticks = itertools.chain(axis.get_major_ticks(), axis.get_minor_ticks())
     shown = [tick.label1 for tick in ticks if low <= tick.get_loc() <= high]
@@ -60,14 +60,14 @@ def _tick_labels(axis):
 
 
 def _collisions(figure):
-    """Among the labels of an axis, and of those with the titles of their panel."""
+    """Overlaps between tick labels, texts and titles of a panel."""
     for axes in _panels(figure):
         titles = [axes.xaxis.label, axes.yaxis.label, axes.title]
         ticks = [label for axis in (axes.xaxis, axes.yaxis) for label in _tick_labels(axis)] if axes.axison else []
         texts = [*ticks, *axes.texts, *(title for title in titles if title.get_text() and title.get_visible())]
         for a, b in itertools.combinations(texts, 2):
             if a.get_window_extent().overlaps(b.get_window_extent()):
-                yield f"{a.get_text()!r} and {b.get_text()!r} of the panel {_name(axes)} lie on each other"
+                yield f"{a.get_text()!r} and {b.get_text()!r} of the panel {_name(axes)} overlap"
 
 
 def _covered(figure):
@@ -79,27 +79,27 @@ def _covered(figure):
         for artist in (*axes.lines, *axes.patches):
             path = artist.get_transform().transform_path(artist.get_path()).cleaned(remove_nans=True)
             if len(path.vertices) and path.intersects_bbox(box, filled=artist in axes.patches):
-                yield f"a legend lies on {artist.get_label()!r} of the panel {_name(axes)}"
+                yield f"a legend hides {artist.get_label()!r} of the panel {_name(axes)}"
 
 
 def _on_points(figure):
-    """Of all lines with markers, for the numbers that are written beside some of them."""
+    """Texts in a panel that hide a marker of a line."""
     for axes in _panels(figure):
         lines = [line for line in axes.lines if line.get_marker() not in ("", "None", None)]
         points = [point for line in lines for point in line.get_transform().transform(line.get_xydata())]
         for text in axes.texts:
             if any(text.get_window_extent().contains(*point) for point in points):
-                yield f"{text.get_text()!r} lies on a point of the panel {_name(axes)}"
+                yield f"{text.get_text()!r} hides a point of the panel {_name(axes)}"
 
 
 def _faint(figure, page):
     for text in figure.findobj(Text):
         if text.get_visible() and text.get_text().strip() and _contrast(text.get_color(), page) < 3:
-            yield f"{text.get_text()!r} can hardly be seen on {page}"
+            yield f"{text.get_text()!r} is hardly visible on {page}"
 
 
 def _contrast(a, b):
-    """As the accessibility guidelines define it: 1 is none, 21 is black on white."""
+    """The contrast as WCAG defines it, from 1 (none) to 21 (black on white)."""
 
     def luminance(colour):
         parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]

@@ -1,4 +1,4 @@
-"""Small data sets in the official layouts, made on the spot."""
+"""Generates small data sets in the official formats."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ BATCHES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
 
 
 def cifar_records(count, seed=0):
-    """Images whose label shows in their colour, so that there is something to learn."""
+    """Random images whose colour depends on the label, so that there is something to learn."""
     random = np.random.default_rng(seed)
     labels = random.integers(0, 10, count, dtype=np.uint8)
     pixels = random.integers(0, 56, (count, 3, 1024), dtype=np.uint8)
@@ -28,7 +28,7 @@ def write_cifar_binary(folder, count=40):
 
 
 def python2_pickle(labels, pixels):
-    """A batch of the Python version, opcode by opcode as Python 2 and NumPy 1 wrote it."""
+    """A batch of the Python version, with the pickle opcodes of Python 2 and NumPy 1."""
     size = len(labels)
 
     def number(n, code=b"M", width=2):
@@ -51,7 +51,7 @@ def python2_pickle(labels, pixels):
 
 
 def write_encoding(folder, merges=(("t", "h"), ("th", "e"), ("Ġ", "the"), ("a", "n"), ("Ġ", "an"), ("Ġan", "d"))):
-    """A byte-pair encoding of 256 bytes, the merges, and GPT-2's special token."""
+    """A byte-pair encoding with 256 bytes, these merges and GPT-2's special token."""
     folder = Path(folder) / "gpt2"
     folder.mkdir(parents=True)
     printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]

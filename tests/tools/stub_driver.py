@@ -1,5 +1,5 @@
-"""Triton's driver without a GPU: kernels are specialised, compiled and launched by Triton itself, up to the call that
-would hand them to the GPU, which is noted instead."""
+"""A Triton driver without a GPU: Triton itself specialises, compiles and launches kernels, but the call that would hand
+them to the GPU is only recorded."""
 
 import collections
 
@@ -11,7 +11,7 @@ from revdeq.kernels import gpu, gpu_exact, launch
 
 
 class Driver:
-    """calls: what the launcher was called with."""
+    """calls: the arguments of each call of the launcher."""
 
     def __init__(self, name="sm_90"):
         self.target, self.calls, self.utils = TARGETS[name], [], self
@@ -20,7 +20,7 @@ class Driver:
         return self.target
 
     def get_current_device(self):
-        return None  # as CPU tensors have none
+        return None  # like the index of CPU tensors
 
     def get_current_stream(self, device):
         return 1234
@@ -40,7 +40,7 @@ class Driver:
 
 
 def stub(patch):
-    """Launches on CPU tensors go to the driver that this returns. `patch` is pytest's MonkeyPatch."""
+    """Send launches on CPU tensors to the returned driver. `patch` is pytest's MonkeyPatch."""
     driver = Driver()
     patch.setattr(triton.runtime.driver, ACTIVE, driver)
     patch.setattr(launch, "_compiled", {})

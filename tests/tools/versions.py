@@ -1,4 +1,4 @@
-"""Tests with every supported torch, Triton and Python: `make versions` writes docs/versions.md.
+"""Runs tests with all supported versions of torch, Triton and Python: `make versions` writes docs/versions.md.
 
     python tests/tools/versions.py                      # every version of VERSIONS that has no row yet
     python tests/tools/versions.py 2.15.0               # these, again
@@ -35,17 +35,17 @@ COLUMNS = ("torch", "Triton", "Python", "passed", "failed", "skipped", *GPUS, "d
 TEXT = """# Versions
 
 The results of `make versions` for each torch, with its Triton and a Python: the tests of solver and kernels, without a
-GPU, and how many of the Triton kernels compile for an A100 (sm_80), an H100 (sm_90) and an MI300 (gfx942). "In part" is
-a run that was stopped after so many tests, and has to be repeated.
+GPU, and how many of the Triton kernels compile for an A100 (sm_80), an H100 (sm_90) and an MI300 (gfx942). "In part"
+means that the run was stopped after this many tests and has to be repeated.
 
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("versions", nargs="*", help="of torch; otherwise all that have no row yet")
-    parser.add_argument("--python", help="a version, or a path, instead of the one that belongs to it")
-    parser.add_argument("--keep", action="store_true", help="the virtual environments")
+    parser.add_argument("versions", nargs="*", help="versions of torch (default: all that have no row yet)")
+    parser.add_argument("--python", help="a version or path of Python (default: the one listed for the torch)")
+    parser.add_argument("--keep", action="store_true", help="keep the virtual environments")
     parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)  # in the environment itself
     arguments = parser.parse_args()
     if arguments.compile:
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def interpreter(version: str) -> str:
-    """A Python of this version, if there is one on the path or among pyenv's, and otherwise this one."""
+    """A Python of this version from the path or from pyenv, or else the current one."""
     candidates = [
         version,
         shutil.which(f"python{version}"),
@@ -78,14 +78,14 @@ def interpreter(version: str) -> str:
 
 
 def install(torch: str, python: str, environment: Path) -> None:
-    """Into a virtual environment, whatever of it an interrupted run has left."""
+    """Install torch and revdeq into a virtual environment, which may be left from an interrupted run."""
     subprocess.run([python, "-m", "venv", environment], check=True)
     pip = [environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--no-cache-dir", f"torch=={torch}", f"{ROOT}[test,torchdeq]"], check=True)
 
 
 def row(environment: Path, torch: str) -> dict[str, str]:
-    """What is found in it."""
+    """The row of the table for an environment."""
     files = sorted([*ROOT.glob("tests/solver/test_*.py"), *ROOT.glob("tests/kernels/test_*.py")])
     with ThreadPoolExecutor(2) as pool:
         counts = sum(pool.map(functools.partial(tested, environment), files), Counter())
@@ -102,15 +102,15 @@ def row(environment: Path, torch: str) -> dict[str, str]:
 
 
 def tested(environment: Path, file: Path) -> Counter[str]:
-    """How many tests of a file passed, failed and so on. It has a process, so that one that crashes is one failure, and
-    is isolated: the package is the one that is installed, and not the clone's. What was run before is not run again."""
+    """The number of tests in a file that passed, failed and so on. Each file has its own process, so that a crash is
+    one failure. It imports the installed package, not the clone. A file with a complete log is not run again."""
     log = environment / "logs" / f"{file.stem}.log"
     log.parent.mkdir(exist_ok=True)
     if not (log.exists() and log.read_text().endswith("done\n")):
         command = [environment / "bin" / "python", "-I", "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
         with log.open("w") as output:
             threads = {"OMP_NUM_THREADS": "1"}
-            # Elsewhere than in the clone, which processes that a test starts would import.
+            # Outside the clone, which subprocesses of tests would import otherwise.
             subprocess.run(command, cwd=environment, env=os.environ | threads, stdout=output, stderr=subprocess.STDOUT)
             output.write("\ndone\n")
     summary = re.findall(r"^(?:=+ )?(\d+ \w+.*) in [\d.]+s", log.read_text(), re.M)
@@ -123,7 +123,7 @@ def tested(environment: Path, file: Path) -> Counter[str]:
 
 
 def compiled() -> dict[str, str]:
-    """Of the kernels that budgets.py lists, those that this environment's Triton compiles."""
+    """How many of the kernels in budgets.py this environment's Triton compiles."""
     import triton
     from budgets import LAUNCHES
     from gpu_targets import TARGETS, compiling
@@ -143,13 +143,13 @@ def compiled() -> dict[str, str]:
 
 
 def rows() -> list[dict[str, str]]:
-    """Of the table as it is."""
+    """The rows of the current table."""
     lines = [x for x in TABLE.read_text(encoding="utf-8").splitlines() if x.startswith("|")] if TABLE.exists() else []
     return [dict(zip(COLUMNS, (cell.strip() for cell in x.strip("|").split("|")), strict=True)) for x in lines[2:]]
 
 
 def write(new: dict[str, str]) -> None:
-    """The table with this row, in the place of one with the same torch and the same Python but for its last digit."""
+    """Write the table with this row, which replaces one with the same torch and the same minor version of Python."""
 
     def key(row: dict[str, str]) -> tuple[tuple[int, ...], ...]:
         return tuple(map(int, row["torch"].split("."))), tuple(map(int, row["Python"].split(".")[:2]))

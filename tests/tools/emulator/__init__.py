@@ -1,12 +1,12 @@
-"""Runs what Triton compiles for an NVIDIA GPU, its PTX, on the CPU and bit for bit.
+"""Executes the PTX that Triton compiles for an NVIDIA GPU on the CPU, with the same bits.
 
-`emulating` makes launches on CPU tensors do what they would do on a GPU, so that a test can compare the bits. What
-would go unnoticed there is an error here: an access out of bounds or misaligned, two threads that meet at an
-address, a register read before it is written.
+`emulating` makes launches on CPU tensors do what they would do on a GPU, so that a test can compare the bits. Bugs
+that a GPU would not report are errors here: an access that is out of bounds or misaligned, a race between two threads,
+a register that is read before it is written.
 
-The kernels need no shared memory and no barrier. Neither has the machine: it knows the instructions that the
-kernels consist of, and any other is an error. One is known though no kernel has it: a contracted multiply-add
-shall show as different bits.
+The kernels need neither shared memory nor barriers, and the emulator has neither. It supports the instructions that
+the kernels use, and any other is an error. There is one exception: it supports fused multiply-adds, so that a
+contraction shows as different bits.
 """
 
 from .launch import emulating

@@ -14,7 +14,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def _sum_rounded_to_odd(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """x + y with the last bit set if it is not exact: rounded again, to less than half the bits, it is rounded once."""
+    """x + y with the last bit set if it is not exact, so that rounding it to float32 is as good as rounding once."""
     total = x + y
     part = total - x
     error = (x - (total - part)) + (y - part)
@@ -42,14 +42,14 @@ def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
 
 
 def float32_to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """To the nearest even; NaN is 0x7FFF, as PTX has it."""
+    """Round to the nearest even; NaN becomes 0x7FFF, as in PTX."""
     bits = x.view(np.uint32).astype(np.uint64)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     return np.where(np.isnan(x), 0x7FFF, rounded).astype(np.uint16)
 
 
 def to_integer(x: np.ndarray, dtype: type) -> np.ndarray:
-    """Towards zero and to the nearest number that there is. NaN is 0, or, with 64 bits on either side, 2^63."""
+    """Round towards zero and saturate. NaN becomes 0, or 2^63 if the source or the target has 64 bits."""
     limits = np.iinfo(dtype)
     wide = x.itemsize == 8 or limits.bits == 64
     nan = (1 << limits.bits - 1) if wide else 0

@@ -1,4 +1,4 @@
-"""What each instruction does. One that is not here, or with a modifier that is not here, is an error."""
+"""What each instruction does. Instructions and modifiers that are not listed are errors."""
 
 import functools
 import re
@@ -40,14 +40,14 @@ def _high_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Rounded towards zero, of numbers for which that is the floor."""
+    """Rounded towards zero, for numbers where that is the floor."""
     if (a < 0).any() or (b <= 0).any():
-        raise ArithmeticError("the emulator divides by numbers above 0, and none below it")
+        raise ArithmeticError("the emulator only divides numbers >= 0 by numbers > 0")
     return a // b
 
 
 def _shift_left(a: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """numpy leaves open what PTX does not: a shift by all bits and more."""
+    """PTX defines shifts by all bits or more, and numpy does not."""
     return np.where(count < 8 * a.itemsize, a << count.astype(a.dtype), 0).astype(a.dtype)
 
 
@@ -56,8 +56,8 @@ def _shift_right(a: np.ndarray, count: np.ndarray) -> np.ndarray:
     return np.where(count < 8 * a.itemsize, a >> count.astype(a.dtype), beyond).astype(a.dtype)
 
 
-# Operands and result of the type that ends the name. A rounding that is left open (add.f64) is not here: the
-# assembler may contract it.
+# The name ends with the type of the operands and the result. Instructions without a rounding mode (add.f64) are not
+# supported, because the assembler may contract them.
 OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     r"add\.rn\.(f32|f64|f32x2)": np.add,
     r"sub\.rn\.(f32|f64|f32x2)": np.subtract,
@@ -84,7 +84,7 @@ SHIFTS = {r"shl\.(b16|b32|b64)": _shift_left, r"shr\.([us]32|[us]64)": _shift_ri
 
 COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
     "eq": np.equal,
-    "ne": lambda a, b: (a < b) | (a > b),  # false with NaN, as all that do not end in u
+    "ne": lambda a, b: (a < b) | (a > b),  # false for NaN, like all comparisons without the suffix u
     "lt": np.less,
     "le": np.less_equal,
     "gt": np.greater,
@@ -143,7 +143,7 @@ def _convert(conversion: Callable) -> Callable:
 
 
 def _convert_pair(machine, operands, threads, kind):
-    """Two float32 to the halves of 32 bits, the first to the upper."""
+    """Convert two float32 to the halves of 32 bits, the first to the upper half."""
     to, *sources = operands
     narrow = {"f16x2": lambda x: x.astype(np.float16).view(np.uint16), "bf16x2": float32_to_bfloat16}[kind]
     high, low = (narrow(machine.read(x, "f32", threads)).astype(np.uint32) for x in sources)
@@ -151,7 +151,7 @@ def _convert_pair(machine, operands, threads, kind):
 
 
 def _extract(machine, operands, threads, kind):
-    """Some bits of a number, from a position."""
+    """`length` bits of a number, from a position."""
     to, source, position, length = operands
     position, length = int(position), int(length)
     if position + length > 8 * DTYPES[kind].itemsize:
@@ -167,7 +167,7 @@ def _select(machine, operands, threads, kind):
 
 
 def _multiply_wide(machine, operands, threads, sign):
-    """32 times 32 bits are 64, to which a third operand may be added."""
+    """The 64-bit product of two 32-bit numbers, plus an optional third operand."""
     to, a, b, *c = operands
     product = machine.read(a, f"{sign}32", threads).astype(DTYPES[f"{sign}64"]) * machine.read(b, f"{sign}32", threads)
     for x in c:
@@ -176,7 +176,7 @@ def _multiply_wide(machine, operands, threads, sign):
 
 
 def _move(machine, operands, threads, kind):
-    """Between registers, or between one and the parts of a vector, the lowest bits first."""
+    """Move between registers, or between a register and the parts of a vector, lowest bits first."""
     to, source = operands
     parts = elements(source if source.startswith("{") else to)
     size = DTYPES[kind].itemsize // len(parts)
@@ -187,19 +187,19 @@ def _move(machine, operands, threads, kind):
         value = machine.read(source, kind, threads)
         columns = np.ascontiguousarray(value)[:, None] if kind == "pred" else value[:, None].view(f"u{size}")
         for x, column in zip(parts, columns.T, strict=True):
-            if x != "_":  # which is nobody's
+            if x != "_":  # discarded
                 machine.write(x, np.ascontiguousarray(column), threads)
 
 
 def _part(machine, operand: str, bits: int, threads: np.ndarray) -> np.ndarray:
-    """Of a vector. What is not defined is all ones, NaN as a float, so that it shows if it is looked at after all."""
+    """A part of a vector. Undefined registers are all ones, NaN as a float, so that it shows if they are used."""
     if operand in machine.undefined:
         return np.full(threads.size, (1 << bits) - 1, f"u{bits // 8}")
     return machine.read(operand, f"b{bits}", threads)
 
 
 def _load_parameter(machine, operands, threads, kind):
-    """By its name or its address. A signed or unsigned number may go to a wider register, as a number."""
+    """Load a parameter by its name or address. Signed and unsigned integers are extended to wider registers."""
     to, source = operands
     wide = DTYPES[kind[0] + machine.program.registers[to][1:]]
     places, values = _addresses(machine, source, threads), np.empty(threads.size, wide)
@@ -235,7 +235,7 @@ def _addresses(machine, operand: str, threads: np.ndarray) -> np.ndarray:
 
 
 CONTROL = ("bra", "bra.uni", "ret")
-"""Where a thread goes next is the machine's business."""
+"""Control flow, which machine.py implements."""
 
 ACTIONS: dict[str, Callable] = {
     r"ld\.param\.([bsu]32|[bsu]64|f32)": _load_parameter,

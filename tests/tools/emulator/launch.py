@@ -1,4 +1,4 @@
-"""Launches of Triton kernels on CPU tensors, compiled for a GPU and executed."""
+"""Launches of Triton kernels on CPU tensors, compiled for a GPU and executed by the emulator."""
 
 import contextlib
 import functools
@@ -17,11 +17,11 @@ parse_once = functools.lru_cache(parse)
 
 @contextlib.contextmanager
 def emulating(target, unordered: Collection[str] = (), last: int | None = None, before: int = 0):
-    """Inside, launches on CPU tensors change them as a GPU would.
+    """Context manager: launches on CPU tensors change them as a GPU would.
 
-    unordered: names of a kernel's pointers to which threads write without order, and any of them may be the last.
-    last: run so many programs only, the last of the grid.
-    before: elements that are in front of all tensors, where no program that is run has any business.
+    unordered: names of pointers to which several threads may write, in any order.
+    last: run only this many programs, the last of the grid.
+    before: the number of elements before the start of all tensors, which these programs must not access.
     """
     with launching(target, functools.partial(_execute, unordered=unordered, last=last, before=before)):
         yield
@@ -46,7 +46,7 @@ def _execute(launch: Launch, unordered: Collection[str], last: int | None, befor
 
 
 def _flattened(arguments: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Of a tuple each entry is a parameter."""
+    """Each entry of a tuple is a parameter."""
     for name, value in arguments:
         if isinstance(value, tuple):
             yield from _flattened((name, x) for x in value)

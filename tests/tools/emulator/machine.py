@@ -1,4 +1,4 @@
-"""Threads, their registers, and where each of them is in the program."""
+"""Threads, their registers and their program counters."""
 
 import re
 
@@ -9,15 +9,15 @@ from .memory import Memory
 from .parse import EmulationError, Program, elements
 
 PARAMETERS = 1 << 60
-"""Where they begin, in a memory of their own."""
+"""The address of the first parameter. Parameters have their own address space."""
 
 
 class Machine:
-    """All threads of all programs are one vector; an instruction is executed by those that are at it."""
+    """All threads of all programs are one vector. An instruction is executed by the threads that have reached it."""
 
     def __init__(self, program: Program, programs: range, arguments: list[int | float], memory: Memory) -> None:
         if unknown := [x.text for x in program.instructions if not is_known(x)]:
-            raise EmulationError(f"an instruction that the kernels had no use for: {unknown[0]}")
+            raise EmulationError(f"unsupported instruction: {unknown[0]}")
         self.program, self.memory = program, memory
         everyone = np.arange(len(programs) * program.threads)
         self.special = {
@@ -25,7 +25,7 @@ class Machine:
             "%ctaid.x": programs.start + everyone // program.threads,
             "%nctaid.x": np.full(everyone.size, programs.stop),
         }
-        # Triton adds pointers of its own at the end, for scratch memory that the kernels do not ask for.
+        # Triton appends two pointers to scratch memory, which the kernels do not use.
         padded = [*arguments, 0, 0]
         if len(padded) != len(program.parameters):
             raise EmulationError(f"{len(arguments)} arguments for {len(program.parameters) - 2} parameters")
@@ -39,10 +39,10 @@ class Machine:
         self._everyone = everyone
         results = {x for i in program.instructions if i.operands for x in elements(i.operands[0])}
         self.undefined = program.registers.keys() - results
-        """Registers that nothing writes. The compiler puts them into halves of a pair that nothing looks at."""
+        """Registers that are never written. The compiler uses them for unused halves of a pair."""
 
     def run(self) -> None:
-        """The threads that are furthest behind go first, so that those that parted meet again."""
+        """Threads at the lowest program counter run first, so that diverged threads converge again."""
         at = {0: self._everyone}
         with np.errstate(all="ignore"):
             while at:
@@ -55,7 +55,7 @@ class Machine:
                         at[target] = np.union1d(at[target], group) if target in at else group
 
     def _step(self, place: int, threads: np.ndarray):
-        """Where these threads are afterwards."""
+        """Execute one instruction. Returns the next program counters and their threads."""
         instruction = self.program.instructions[place]
         skipping = threads[:0]
         if instruction.guard is not None:
@@ -74,7 +74,7 @@ class Machine:
         return ((place + 1, np.union1d(threads, skipping) if skipping.size else threads),)
 
     def read(self, operand: str, kind: str, threads: np.ndarray) -> np.ndarray:
-        """An operand, as a type, for these threads."""
+        """The value of an operand, as this type, for these threads."""
         dtype = DTYPES[kind]
         if operand in self.values:
             if not self.written[operand][threads].all():
@@ -89,7 +89,7 @@ class Machine:
         return np.full(threads.size, _constant(operand, dtype))
 
     def write(self, register: str, value: np.ndarray, threads: np.ndarray) -> None:
-        if register == "_":  # the half of a register that nobody needs
+        if register == "_":  # discarded
             return
         if register not in self.values:
             raise EmulationError(f"{register} is not a register")
@@ -100,7 +100,7 @@ class Machine:
 
 
 def _parameter(value: int | float, dtype: np.dtype) -> np.ndarray:
-    """Of an integer, the bits: a parameter's type does not say whether it is signed."""
+    """Integers are passed as bits, because a parameter's type does not say whether it is signed."""
     if dtype.kind == "f":
         return np.array([value], dtype)
     return np.array([value & (1 << 8 * dtype.itemsize) - 1], _bits(dtype)).view(dtype)
@@ -111,7 +111,7 @@ def _bits(dtype: np.dtype) -> np.dtype:
 
 
 def _constant(text: str, dtype: np.dtype) -> np.generic:
-    """0f3F800000 and 0d3FF0000000000000 are the bits of a float, and anything else is an integer."""
+    """0f3F800000 and 0d3FF0000000000000 are the bits of a float; everything else is an integer."""
     if match := re.fullmatch(r"0[fd]([0-9A-Fa-f]{8}|[0-9A-Fa-f]{16})|(-?\d+)|0x([0-9A-Fa-f]+)", text):
         number = int(match[1] or match[3], 16) if match[2] is None else int(match[2])
         if match[1] is None or len(match[1]) == 2 * dtype.itemsize:
@@ -120,5 +120,5 @@ def _constant(text: str, dtype: np.dtype) -> np.generic:
 
 
 def run(program: Program, programs: range, arguments: list[int | float], memory: Memory) -> None:
-    """programs: the last of the grid, or all. arguments: addresses and numbers."""
+    """Run all programs of the grid, or the last ones. arguments: addresses and numbers."""
     Machine(program, programs, arguments, memory).run()

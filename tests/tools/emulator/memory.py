@@ -1,4 +1,4 @@
-"""Device memory: tensors far apart from each other, and who touched which of their elements."""
+"""Device memory: tensors far apart from each other, and which thread accessed which element."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,15 @@ import numpy as np
 from .parse import EmulationError
 
 APART = 40
-"""Each allocation is in the middle of its own 2^40 bytes, so that no stray offset leads from one into another, and an
-address that was cut to 32 bits leads into none."""
+"""Each allocation is in the middle of its own 2^40 bytes, so that a wrong offset cannot reach another allocation, and
+an address truncated to 32 bits reaches none."""
 
 NOBODY, SEVERAL = -1, -2
 
 
 @dataclass
 class Allocation:
-    """unordered: of the threads that write an element, any may be the last."""
+    """unordered: several threads may write to an element, in any order."""
 
     name: str
     base: int
@@ -34,13 +34,13 @@ class Memory:
         self.allocations: list[Allocation] = []
 
     def allocate(self, array: np.ndarray, name: str, skew: int = 0, unordered: bool = False) -> int:
-        """The address of an array, which is used in place. skew: how far off a multiple of 256 it lies."""
+        """Allocate an array in place and return its address, which is a multiple of 256 plus `skew`."""
         base = (2 * len(self.allocations) + 3 << APART - 1) + skew
         self.allocations.append(Allocation(name, base, array.view(np.uint8), array.itemsize, unordered))
         return base
 
     def load(self, addresses: np.ndarray, threads: np.ndarray, size: int, count: int) -> list[np.ndarray]:
-        """`count` values of `size` bytes for each thread, side by side."""
+        """`count` adjacent values of `size` bytes for each thread."""
         values = np.empty((threads.size, count), f"u{size}")
         for allocation, here, offsets in self._find(addresses, size * count):
             places, who = _elements(allocation, offsets, threads[here], size * count)
@@ -66,12 +66,12 @@ class Memory:
             allocation.data[_bytes(offsets, width)] = data[here].view(np.uint8)
 
     def _find(self, addresses: np.ndarray, width: int):
-        """For each allocation that is accessed: it, by which of the threads, and at which offsets."""
+        """For each accessed allocation: the allocation, the indices of its threads, and their offsets."""
         numbers = (addresses >> np.uint64(APART)).astype(np.int64) - 1
         for number in np.unique(numbers):
             here = np.flatnonzero(numbers == number)
             if not 0 <= number < len(self.allocations):
-                raise EmulationError(f"out of bounds: an access to {addresses[here[0]]:#x}, where there is nothing")
+                raise EmulationError(f"out of bounds: an access to {addresses[here[0]]:#x}, which is not allocated")
             allocation = self.allocations[number]
             offsets = addresses[here].astype(np.int64) - allocation.base
             outside = (offsets < 0) | (offsets + width > allocation.data.size)
@@ -86,7 +86,7 @@ class Memory:
 
 
 def _elements(allocation: Allocation, offsets: np.ndarray, threads: np.ndarray, width: int):
-    """The elements of the accesses, one after the other, and the thread that each is accessed by."""
+    """The accessed elements, and the thread that accesses each."""
     count = -(-width // allocation.element_size)
     places = offsets[:, None] // allocation.element_size + np.arange(count)
     return places.ravel(), np.repeat(threads, count)

@@ -1,11 +1,11 @@
-"""PTX text to instructions."""
+"""Parses PTX."""
 
 import re
 from dataclasses import dataclass
 
 
 class EmulationError(Exception):
-    """What a GPU would do silently, or what the emulator cannot do."""
+    """A bug that a GPU would not report, or something that the emulator does not support."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Program:
-    """parameters: their types, by name. threads: of a program. registers: their types, by name. labels: the index
-    of the instruction that follows."""
+    """parameters and registers: their types, by name. threads: the number per program. labels: the index of the
+    instruction that follows each."""
 
     parameters: dict[str, str]
     threads: int
@@ -56,17 +56,17 @@ def parse(ptx: str) -> Program:
 
 
 def _split(operands: str) -> list[str]:
-    """At the commas that are not within braces."""
+    """Split at commas that are not within braces."""
     return [x.strip() for x in re.findall(r"\{[^}]*\}|[^,{}]+", operands) if x.strip()]
 
 
 def elements(operand: str) -> list[str]:
-    """`{ %r1, %r2 }` or `%r1`."""
+    """The registers of `{ %r1, %r2 }` or `%r1`."""
     return [x.strip() for x in operand.strip("{} ").split(",")]
 
 
 def address(operand: str) -> tuple[str, int]:
-    """`[ %rd1 + 8 ]`, `[%rd1+-8]` or `[parameter]`."""
+    """The base and offset of `[ %rd1 + 8 ]`, `[%rd1+-8]` or `[parameter]`."""
     if not (parts := re.fullmatch(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\d+))?\s*\]", operand)):
         raise EmulationError(f"not an address: {operand}")
     return parts[1], int(parts[2] or 0)

@@ -1,1 +1,1 @@
-"""Bugs put into the kernels on purpose, to see which tests notice: `make mutants`."""
+"""Bugs put into the kernels on purpose, to see which tests catch them: `make mutants`."""

@@ -1,10 +1,10 @@
-"""Puts one bug after the other into a copy of the repository and runs the tests there.
+"""Puts one bug at a time into a copy of the repository and runs the tests there.
 
     python tests/tools/mutants [name ...]      all bugs, or those whose name contains one of these words
-    python tests/tools/mutants --every-suite   goes on after the first suite that notices
+    python tests/tools/mutants --every-suite   does not stop at the first suite that notices a bug
 
-Writes which test notices each to results.md beside this file, and fails if one goes unnoticed. A run that was
-interrupted goes on where it was, unless kernels, tests or bugs have changed since.
+Writes to results.md in this folder which test notices each bug, and fails if one goes unnoticed. An interrupted run is
+resumed, unless kernels, tests or bugs have changed.
 """
 
 import argparse
@@ -33,8 +33,7 @@ INTERPRETED = {
 
 
 def suites(file: str) -> dict[str, list[str]]:
-    """What may notice a bug in this file: the tests of launches, if it is about them, those of bits, not of layouts,
-    and budgets on one GPU. Those that tell soonest come first."""
+    """The tests that may notice a bug in this file, the fastest first. Budgets are checked on one GPU."""
     return {
         "launches": ["tests/kernels/test_launch.py"] if file == "kernels/launch.py" else [],
         "emulator": ["tests/kernels/test_emulated_kernels.py", "--sample", "0"],
@@ -45,7 +44,7 @@ def suites(file: str) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class Noticed:
-    """by: the suites and their tests, as they are written in the table."""
+    """A row of the table. by: the suites and their tests."""
 
     name: str
     file: str
@@ -57,7 +56,7 @@ class Noticed:
 
 
 def fingerprint() -> str:
-    """Of whatever decides about the results."""
+    """A hash of the files that determine the results."""
     names = (
         "kernels/*.py",
         "tests/conftest.py",
@@ -75,13 +74,13 @@ def write(results: dict[str, Noticed]) -> None:
     seconds = sum(row.seconds for row in rows)
     RESULTS.write_text(
         f"# {len(rows)} of {len(BUGS)} mutants, {unnoticed} unnoticed, {seconds / 60:.0f} minutes\n\n"
-        f"Written by `make mutants`, of kernels and tests with the fingerprint {fingerprint()}.\n\n"
+        f"Written by `make mutants`. The hash of kernels and tests is {fingerprint()}.\n\n"
         "| bug | file | noticed by | seconds |\n| --- | --- | --- | --- |\n" + "".join(f"{row}\n" for row in rows)
     )
 
 
 def earlier() -> dict[str, Noticed]:
-    """The results of a run on the same files, by name."""
+    """The results of an earlier run on the same files, by name."""
     text = RESULTS.read_text() if RESULTS.exists() else ""
     if fingerprint() not in text:
         return {}
@@ -90,7 +89,7 @@ def earlier() -> dict[str, Noticed]:
 
 
 def copy_repository(to: Path) -> None:
-    """With the package laid out as it is installed, so that it is found before the one that is."""
+    """Copy it in the layout of an installation, which is then imported instead of the installed package."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(REPOSITORY / "revdeq", to / "package/revdeq", ignore=ignore)
     shutil.copytree(REPOSITORY / "kernels", to / "package/revdeq/kernels", ignore=ignore)
@@ -115,14 +114,14 @@ def first_failure(arguments: list[str], where: Path) -> str | None:
     if result.returncode == 0:
         return None
     if result.returncode < 0:
-        return f"died of signal {-result.returncode}"
+        return f"killed by signal {-result.returncode}"
     if result.returncode == 1 and (name := re.search(r"^(?:FAILED|ERROR) \S+::(\w+)", result.stdout, re.MULTILINE)):
         return name[1]
     raise SystemExit(f"{' '.join(command)} did not run:\n{result.stdout}{result.stderr}")
 
 
 def notice(bug: Bug, every_suite: bool) -> Noticed:
-    """Which test notices the bug, of the first suite that does or of every one."""
+    """Find the test that notices the bug, in the first suite or in every suite."""
     start, by = time.perf_counter(), []
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
@@ -136,7 +135,7 @@ def notice(bug: Bug, every_suite: bool) -> Noticed:
 
 
 def check_without_bugs(bugs: list[Bug]) -> None:
-    """Every bug can be applied, and the tests pass without any."""
+    """Check that every bug can be applied, and that the tests pass without bugs."""
     for bug in bugs:
         mutated(bug, (REPOSITORY / bug.file).read_text())
     with tempfile.TemporaryDirectory() as folder:
@@ -153,7 +152,7 @@ def main() -> int:
     arguments = parser.parse_args()
     bugs = [bug for bug in BUGS if not arguments.names or any(name in bug.name for name in arguments.names)]
     if not bugs:
-        parser.error(f"no bug is called like {arguments.names}: {', '.join(bug.name for bug in BUGS)}")
+        parser.error(f"no name of a bug contains {arguments.names}: {', '.join(bug.name for bug in BUGS)}")
     results = earlier()
     left = bugs if arguments.names else [bug for bug in bugs if bug.name not in results]
     check_without_bugs(left)

@@ -10,8 +10,8 @@ from revdeq.kernels import Coefficients, Radix, reference, reference_exact
 
 ADJOINT = Coefficients(0.3, 0.7, 0.2)
 ENDS = (4, 8, 6, 2, 10)
+"""The half-steps of each example. Half-steps 4 and 5, one of y and one of z, move those with 6, 8 and 10."""
 OPERATIONS = ("relax", "relax_norms", "invert", "invert_adjoint")
-"""In half-steps 4 and 5, one of y and one of z, 6, 8 and 10 move, and 8 and 10 after the second."""
 
 
 def ends_of(examples, device):
@@ -19,7 +19,7 @@ def ends_of(examples, device):
 
 
 def run(half_step, operation, case, step, now, seed=None, kept=1.25):
-    """What an operation leaves in the state, its copy, the adjoint and its seed, and what it returns."""
+    """What an operation writes to the state, its copy, the adjoint and its seed, and what it returns."""
     state, f, copy, adjoint, vjp, read, other, _ = (x.clone() for x in case)
     if not operation.startswith("relax"):
         copy.copy_(read)
@@ -77,7 +77,7 @@ def test_bits_of_integers(exact_half_step, operation, radix):
 
 
 SHAPES = [(0, 3), (3, 0), (1, 1), (7, 1), (3, 144), (2, CHUNK), (2, CHUNK + 1), (1, CHUNK + 16)]
-"""Those of a multiple of 16 elements are what Triton has kernels for."""
+"""Triton has kernels only for examples of a multiple of 16 elements."""
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -102,8 +102,8 @@ def test_layouts_with_the_batch_outermost(half_step, operation):
     compare(half_step, reference.HalfStep, operation, case, MIXED, 4)
 
 
-def test_what_rests_by_hand(half_step):
-    """Of half-step 2, the example that takes 4 is moved and the one that takes 2 rests."""
+def test_a_frozen_example_against_numbers_computed_by_hand(half_step):
+    """Half-step 2 moves the example that takes 4 half-steps; the one that takes 2 is frozen."""
     half_step, device = half_step
     state = torch.tensor([[2.0], [2.0]], dtype=torch.float64, device=device)
     copy, f = torch.zeros(2, 1, device=device), torch.tensor([[4.0], [torch.nan]], device=device)
@@ -113,7 +113,7 @@ def test_what_rests_by_hand(half_step):
     partial = bound.relax_norms(f, None, step)
     assert state.flatten().tolist() == copy.flatten().tolist() == [3.5, 2.0]
     assert partial.view(2, 2, -1).sum(-1).tolist() == [[1.5**2, 0], [3.5**2, 0]]
-    # The adjoint of state 1 decays in the example that half-step 3 moved, and the seed is for half-step 1, of both.
+    # The adjoint of state 1 decays in the example that half-step 3 moved. The seed is for half-step 1, of both.
     adjoint, vjp, seed = (torch.full((2, 1), x, device=device) for x in (8.0, 4.0, torch.nan))
     bound.each(ends, 2, kept=0.5)
     bound.invert_adjoint(f, adjoint, vjp, None, step, step, seed)
@@ -125,7 +125,7 @@ def test_what_rests_by_hand(half_step):
 
 
 def test_sums_do_not_depend_on_the_neighbours(half_step):
-    """Wherever an example stands, and among how many, its sums are the same to the last bit."""
+    """The sums of an example are the same to the last bit in any batch and at any position."""
     half_step, device = half_step
     state, f = (wide_range((3, CHUNK + 304), torch.float64, device, seed).float() for seed in (1, 2))
 
