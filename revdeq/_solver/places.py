@@ -9,7 +9,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +18,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from .. import _device
 from .context import untraced
 from .monitor import ReconstructionError
+from .private import remove_saved_tensor_hooks, saved_tensor_hooks
 
 if TYPE_CHECKING:
     from .tape import Tape
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation inside f: a tensor "
@@ -117,6 +120,24 @@ class Within:
     def __exit__(self, *exception: object) -> None:
         self._hooks.__exit__()
         _thread.around = self._around
+
+
+def leaving_no_hooks(function: F) -> F:
+    """Decorator: after an exception, the saved-tensor hooks are those of before. An interrupt (Ctrl-C) may come when
+    `__exit__` has begun and has not yet removed ours."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        around, hooks = getattr(_thread, "around", None), saved_tensor_hooks()
+        try:
+            return function(*args)
+        except BaseException:
+            _thread.around = around
+            while saved_tensor_hooks() not in (None, hooks):
+                remove_saved_tensor_hooks()
+            raise
+
+    return run  # type: ignore[return-value]
 
 
 class Filled:

@@ -63,6 +63,20 @@ def is_compiled_module(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
+def saved_tensor_hooks() -> Any:
+    """The innermost saved-tensor hooks, or None. Without it, an interrupt in the wrong moment leaves ours behind."""
+    return None if _top_hooks is None else _top_hooks(False)
+
+
+def remove_saved_tensor_hooks() -> None:
+    """Remove the innermost saved-tensor hooks."""
+    _autograd._pop_saved_tensors_default_hooks()
+
+
+_autograd: Any = getattr(torch._C, "_autograd", None)
+_top_hooks: Callable[[bool], Any] | None = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+
+
 def not_refusing_to_overwrite() -> Any:
     """Context manager in which compiled functions that overwrite their saved tensors can be differentiated with
     retain_graph=True, for those who give them copies. Without it, torch's error says what to set."""

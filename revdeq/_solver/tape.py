@@ -31,7 +31,7 @@ from .compact import Whole, rows_of, size_for
 from .context import FromTheStart, OnceMore, WithoutBenchmark, untraced
 from .monitor import Adjoint, Monitor
 from .options import Options
-from .places import Differentiates, Home, Places
+from .places import Differentiates, Home, Places, leaving_no_hooks
 from .private import current_pass, graph_is_kept, is_batched
 from .scheme import Scheme
 from .state import State, is_batch_outermost, laid_out_like, versions_of
@@ -193,6 +193,7 @@ class Tape:
         self._read, self._other = self.z0, self.y0
         self.f.prepare(options.tol is not None)
 
+    @leaving_no_hooks
     def step(self) -> bool:
         """Take a step, recorded by autograd without the saved tensors of f. Returns whether it was the last one."""
         last = self.steps == self.options.max_steps - 1
@@ -613,6 +614,7 @@ def backward(function: Callable[..., Any]) -> Any:
     """Decorator of our backward passes: leaves inference mode, in which f would have no graph, and disables the
     compiler, which in a compiled training step would compile f differently than in the forward pass."""
 
+    @leaving_no_hooks
     def run(ctx: Any, *grads: Tensor | None) -> Any:
         if not torch.is_inference_mode_enabled():
             return function(ctx, *grads)

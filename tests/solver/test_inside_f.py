@@ -882,6 +882,33 @@ def test_two_solves_with_dropout_in_two_threads_each_keep_their_mask():
     assert not failures
 
 
+@pytest.mark.parametrize("when", ["forward", "backward", "a step"])
+def test_an_interruption_of_exit_leaves_no_hooks(monkeypatch, when):
+    """Ctrl-C may come before the first line of an __exit__."""
+    from revdeq._solver import places
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    block, x = MLP(), torch.randn(3, 6, requires_grad=True)
+    solution = revdeq.solve(block, torch.zeros(3, 6), x)
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(places.Within, "__exit__", interrupted)
+            if when == "forward":
+                revdeq.solve(block, torch.zeros(3, 6), x)
+            elif when == "a step":
+                next(revdeq.steps(block, torch.zeros(3, 6), x))
+            else:
+                solution.z.sum().backward()
+        seen.clear()
+        x.exp()
+        assert len(seen) == 1  # the hooks of others stay
+    x.exp().sum().backward()
+    compare(block, torch.zeros(3, 6), x, inputs=[x])
+
+
 @pytest.mark.parametrize("evaluation", [1, 2, 5, 9, 12])
 def test_an_interruption_leaves_everything_as_it_was(evaluation):
     """Ctrl-C in the first evaluation, later, and in the backward pass (8 evaluations each). The generator is where one
