@@ -4,7 +4,7 @@ There is no graph, no backward pass, no replay of random numbers and no check of
 the time of a solve for one position."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,17 +12,27 @@ from torch import Tensor
 from .options import Options
 from .scheme import scheme_for
 from .state import laid_out_like
+from .tape import relative_changes, relax_norms
+
+
+class Forward(NamedTuple):
+    """y and z after the last step, in the dtype of f's input."""
+
+    y: Tensor
+    z: Tensor
 
 
 @torch.no_grad()
-def forward(f: Callable[[Tensor, int], Tensor], z0: Tensor, options: Options) -> Tensor:
-    """The z after `max_steps` steps, from y = z = z0. f is called with its input and the index of the evaluation.
+def forward(f: Callable[[Tensor, int], Tensor], z0: Tensor, options: Options) -> Forward:
+    """The iteration from y = z = z0. f is called with its input and the index of the evaluation. With a tolerance,
+    each example stops by itself.
 
     Infinite and NaN states are not detected here."""
     scheme = scheme_for(options, [z0])
-    read = z0.clone()
+    read, last = z0.clone(), 2 * options.max_steps
     half_steps: tuple[Any, ...] = ()
-    for k in range(2 * options.max_steps):
+    ends = None if options.tol is None else torch.full(z0.shape[:1], last, dtype=torch.int32, device=z0.device)
+    for k in range(last):
         step = scheme.at(k)
         given = read.clone() if step.c else read  # f may modify its input, which this step needs again
         out = f(given, k)
@@ -34,7 +44,18 @@ def forward(f: Callable[[Tensor, int], Tensor], z0: Tensor, options: Options) ->
         half_step = half_steps[k % 2]
         copy = torch.empty_like(half_step.copy)
         half_step.write_to(copy)
-        half_step.relax(out, read, step)
+        if ends is not None:
+            half_step.each(ends, k)
+        if ends is None or k % 2 == 0 or k == last - 1:
+            half_step.relax(out, read, step)
+            read = copy
+            continue
+        norms = scheme.look(relax_norms([half_step], [out], [read], step), list(half_steps), k // 2 + 1)
         read = copy
+        rests = relative_changes(norms.double()) <= options.tol  # on the host; also those that rested before
+        ends.masked_fill_(rests.to(ends.device) & (ends > k), k + 1)
+        if rests.all():
+            break
     scheme.check(list(half_steps))
-    return read
+    (y,) = scheme.read([half_steps[0].state], [z0])  # f may have modified what it read
+    return Forward(y, read)

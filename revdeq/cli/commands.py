@@ -193,6 +193,9 @@ def generate(parser: argparse.ArgumentParser) -> Run:
         metavar="S",
         help="by how many tokens a full window moves; more is faster (default: %(default)s)",
     )
+    parser.add_argument(
+        "--tol", type=float, metavar="T", help="stop each position at this relative change, such as 0.1"
+    )
     parser.add_argument("--data", type=Path, help="the folder of GPT-2's encoding (default: that of the training)")
     _device_option(parser)
     _block_option(parser)
@@ -223,6 +226,7 @@ def generate(parser: argparse.ArgumentParser) -> Run:
             arguments.device,
             _changes(arguments),
             arguments.slide,
+            arguments.tol,
         )
         begin, texts = time.perf_counter(), list(prompts)
         if arguments.batch is None:

@@ -2,6 +2,9 @@
 
 Position t of evaluation k depends only on positions up to t of evaluation k - 1. So each of the 2 N evaluations has its
 own cache, and a new token takes 2 N evaluations of one position.
+
+With a tolerance, a position comes to rest after some evaluations, and the caches of the others lack its keys and values
+until a later position needs them: it is then evaluated late, at the state in which it rests.
 """
 
 import torch
@@ -36,7 +39,7 @@ class Cache:
     """
 
     def __init__(self, caches: "Caches") -> None:
-        self._caches, self._slots, self._next = caches, list[list[Tensor]](), 0
+        self._caches, self._slots, self._next, self._end = caches, list[list[Tensor]](), 0, 0
 
     @property
     def positions(self) -> Tensor:
@@ -82,16 +85,12 @@ class Cache:
         """The buffers, including unused capacity."""
         return [x for slot in self._slots for x in slot]
 
-    def _again(self) -> "Cache":
-        """Called when an evaluation begins."""
-        self._next = 0
-        return self
-
 
 class Caches:
     """The caches of all evaluations, for a batch of left-padded sequences.
 
     begin, end: the columns that are being evaluated. mask, is_causal: their attention mask.
+    resting: with a tolerance, the input and the last z and y of every column.
     """
 
     def __init__(self, room: int, padding: Tensor) -> None:
@@ -99,15 +98,19 @@ class Caches:
         self._padding = padding if padding.any() else None
         self._each: list[Cache] = []
         self._columns = torch.arange(room, device=padding.device)
+        self.resting = Cache(self)
 
     def advance(self, count: int) -> None:
         """Prepare for the evaluation of so many more positions."""
-        self.begin, self.end = self.end, self.end + count
-        columns, self.mask = self._columns[self.begin : self.end], None
-        self.is_causal = count > 1 and self.begin == 0 and self._padding is None
+        self._look_at(self.end, self.end + count)
+
+    def _look_at(self, begin: int, end: int) -> None:
+        self.begin, self.end = begin, end
+        columns, self.mask = self._columns[begin:end], None
+        self.is_causal = end - begin > 1 and begin == 0 and self._padding is None
         if self._padding is None:
             self.positions = columns
-            if count > 1 and self.begin > 0:
+            if end - begin > 1 and begin > 0:
                 self.mask = self._columns[: self.end] <= columns[:, None]
             return
         self.positions = (columns - self._padding[:, None]).clamp(min=0)
@@ -117,11 +120,30 @@ class Caches:
         self.mask = seen[:, None]
 
     def at(self, k: int) -> Cache:
-        """The cache of evaluation k."""
+        """The cache of evaluation k, which is about to evaluate all columns that it lacks."""
         while k >= len(self._each):
             self._each.append(Cache(self))
-        return self._each[k]._again()
+        return self._from_where_it_ends(self._each[k])
+
+    def _from_where_it_ends(self, cache: Cache) -> Cache:
+        if cache._end != self.begin:
+            self._look_at(cache._end, self.end)
+        cache._end, cache._next = self.end, 0
+        return cache
+
+    def with_late(self, k: int, z: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What evaluation k reads, z and the input x, with those of the columns that are evaluated late."""
+        late = self.end - self.begin - x.shape[1]
+        if late == 0:
+            return z, x
+        given, *states = (kept[:, self.begin : self.begin + late] for kept in self.resting._kept())
+        return torch.cat([states[k % 2], z], 1), torch.cat([given, x], 1)
+
+    def rest(self, x: Tensor, z: Tensor, y: Tensor) -> None:
+        """The new columns have this input, and rest in these states."""
+        self._from_where_it_ends(self.resting).extend(x, z, y)
 
     @property
     def bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for cache in self._each for x in cache._kept())
+        caches = [*self._each, self.resting]
+        return sum(x.numel() * x.element_size() for cache in caches for x in cache._kept())

@@ -54,11 +54,11 @@ class DecodingModel(Model):
 
     embed: Any
 
-    def _decoded(self, tokens: Tensor, caches: Caches) -> Tensor:
+    def _decoded(self, tokens: Tensor, caches: Caches, tol: float | None = None) -> Tensor:
         """The logits after the last of these tokens, which continue the cached ones."""
         raise NotImplementedError
 
-    def _why_not_cached(self) -> str | None:
+    def _why_not_cached(self, tol: float | None) -> str | None:
         """Why caches cannot be used; None if they can."""
         return None
 
@@ -76,6 +76,7 @@ class DecodingModel(Model):
         attention_mask: Tensor | None = None,
         generator: torch.Generator | None = None,
         slide: int = 1,
+        tol: float | None = None,
         use_cache: bool = True,
     ) -> Any:
         """Continue prompts, with Hugging Face's argument names.
@@ -99,6 +100,8 @@ class DecodingModel(Model):
                 absolute, so the whole window is then evaluated again. With 1, each token depends on the `length` tokens
                 before it and costs a whole window; with length // 2, it depends on at least half as many, and
                 nearly all tokens cost one position.
+            tol: The tolerance of every position, as for `Equilibrium.by_position`: each new token takes its own number
+                of steps, at most `max_steps`, and a batch as many as its slowest text. None takes `max_steps`.
             use_cache: False evaluates the whole sequence for every token.
 
         Returns:
@@ -124,9 +127,9 @@ class DecodingModel(Model):
         usual = 1.0 if temperature is None else temperature
         draw = Draw(usual if do_sample else 0.0, top_k, top_p, generator)
         ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-        check(max_new_tokens, draw, slide, self.embed.length)
+        check(self, max_new_tokens, draw, slide, tol)
         rows = _prompts(self, tokens, attention_mask)
-        new = torch.stack(list(stream(self, rows, max_new_tokens, draw, None, ends, slide, use_cache)), 1)
+        new = torch.stack(list(stream(self, rows, max_new_tokens, draw, None, ends, slide, tol, use_cache)), 1)
         after = _after_the_end(new, ends)
         if isinstance(tokens, Tensor):
             if ends:
@@ -144,12 +147,13 @@ def stream(
     vocabulary: int | None = None,
     ends: Sequence[int] = (),
     slide: int = 1,
+    tol: float | None = None,
     use_cache: bool = True,
 ) -> Iterator[Tensor]:
     """Yield the next token of every text, (B,), until all texts have ended. Only the first `vocabulary` tokens are
     chosen. Other arguments are as for `DecodingModel.generate`."""
     with _evaluating(model):
-        decoder = Decoder(model, prompts, max_new_tokens, slide, use_cache)
+        decoder = Decoder(model, prompts, max_new_tokens, slide, tol, use_cache)
         stops = torch.tensor([*ends], device=prompts[0].device)
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts[0].device)
         for number in range(max_new_tokens):
@@ -175,12 +179,19 @@ class Decoder:
     """
 
     def __init__(
-        self, model: DecodingModel, prompts: Sequence[Tensor], most: int, slide: int = 1, use_cache: bool = True
+        self,
+        model: DecodingModel,
+        prompts: Sequence[Tensor],
+        most: int,
+        slide: int = 1,
+        tol: float | None = None,
+        use_cache: bool = True,
     ) -> None:
         self.model, self.length, self._slide = model, model.embed.length, slide
+        self._given = {} if tol is None else {"tol": tol}
         self._prompts, self._new, self._most = prompts, list[Tensor](), most
         self._starts = [max(0, len(row) - self.length) for row in prompts]
-        why_not = model._why_not_cached() if use_cache else None
+        why_not = model._why_not_cached(tol) if use_cache else None
         if why_not:
             warnings.warn(f"every token evaluates the whole sequence: {why_not}", stacklevel=2)
         self._is_cached = use_cache and not why_not
@@ -195,18 +206,18 @@ class Decoder:
         longest = max(len(row) - start for row, start in zip(self._prompts, self._starts, strict=True)) + len(self._new)
         if self._is_cached and self.caches is not None and longest <= self.length:
             self.caches.advance(1)
-            return self.model._decoded(self._new[-1][:, None], self.caches)
+            return self.model._decoded(self._new[-1][:, None], self.caches, **self._given)
         windows = self._windows()
         longest = max(map(len, windows))
         if not self._is_cached:  # padding on the right affects no position before it
             padded = nn.utils.rnn.pad_sequence([*windows], batch_first=True)
             last = torch.tensor([len(row) - 1 for row in windows], device=padded.device)
-            return self.model(padded)[torch.arange(len(windows), device=padded.device), last]
+            return self.model(padded, **self._given)[torch.arange(len(windows), device=padded.device), last]
         padded = nn.utils.rnn.pad_sequence([*windows], batch_first=True, padding_side="left")
         padding = torch.tensor([longest - len(row) for row in windows], device=padded.device)
         self.caches = Caches(min(self.length, longest + self._most - len(self._new)), padding)
         self.caches.advance(longest)
-        return self.model._decoded(padded, self.caches)
+        return self.model._decoded(padded, self.caches, **self._given)
 
     def _windows(self) -> list[Tensor]:
         """The window of each text."""
@@ -267,8 +278,9 @@ def _after_the_end(new: Tensor, ends: Sequence[int]) -> Tensor:
     return is_end.cumsum(1) - is_end > 0
 
 
-def check(max_new_tokens: int, draw: Draw, slide: int = 1, length: int = 1) -> None:
+def check(model: DecodingModel, max_new_tokens: int, draw: Draw, slide: int, tol: float | None) -> None:
     """Raise for invalid settings."""
+    length = model.embed.length
     for name, value in (("max_new_tokens", max_new_tokens), ("top_k", draw.top_k), ("slide", slide)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name} = {value!r} must be an integer of at least 1")
@@ -278,3 +290,9 @@ def check(max_new_tokens: int, draw: Draw, slide: int = 1, length: int = 1) -> N
         raise ValueError(f"temperature = {draw.temperature!r} must be 0 or larger")
     if draw.top_p is not None and not 0 < draw.top_p <= 1:
         raise ValueError(f"top_p = {draw.top_p!r} must be larger than 0 and at most 1")
+    if tol is None:
+        return
+    if isinstance(tol, bool) or not isinstance(tol, (int, float)) or not 0 < tol < float("inf"):
+        raise ValueError(f"tol = {tol!r} must be larger than 0, or None to take max_steps steps for every token")
+    if not hasattr(model, "equilibrium"):
+        raise ValueError(f"tol = {tol!r}: {type(model).__name__} has no equilibrium; leave it out")

@@ -12,10 +12,11 @@ from .._solver.forward import forward
 from .._solver.layer import Last, RevDEQ
 from .._solver.monitor import Adjoint
 from .._solver.options import NAMES, Options, options_from
+from .._solver.solve import solve
 from .._solver.tape import NORM_FLOOR
 from ..baselines import checkpointed, stored_graph
 from .blocks import checked_size
-from .caches import Caches
+from .caches import Cache, Caches
 from .model import Model
 
 SOLVERS = ("reversible", "stored", "checkpointed", "torchdeq")
@@ -65,9 +66,9 @@ class Equilibrium(RevDEQ):
         if z0 is None:
             z0 = torch.zeros_like(x, requires_grad=False)
         if self.solver != "torchdeq":
-            solve = stored_graph if self.solver == "stored" else checkpointed
+            stored = stored_graph if self.solver == "stored" else checkpointed
             options = self.options
-            z = solve(f, z0, **{name: options[name] for name in ("beta", "gamma", "max_steps", "schedule")})
+            z = stored(f, z0, **{name: options[name] for name in ("beta", "gamma", "max_steps", "schedule")})
             change, value = (z.detach() - f.inputs[-2]).norm(), z.detach().norm()
             residual = change / (value + NORM_FLOOR)
         else:
@@ -80,17 +81,66 @@ class Equilibrium(RevDEQ):
         f.inputs.clear()
         return z
 
-    def _cached(self, x: Tensor, caches: Caches) -> Tensor:
-        """The equilibrium at positions that continue the cached ones, without a gradient."""
+    def by_position(self, x: Tensor, tol: float) -> Tensor:
+        """The equilibrium of sequences, where each position stops by itself.
+
+        Positions are the examples of `per_example=True`: f still reads those that have stopped, in the states in which
+        they rest. If f is causal, a position depends neither on later ones nor on when these stop.
+
+        Args:
+            x: The input, of shape (B, T, ...).
+            tol: The tolerance of every position, as for `revdeq.solve`.
+
+        Returns:
+            z, shaped like x. `last.steps` has the number of steps of every position, of shape (B, T).
+
+        Raises:
+            ValueError: The solver is not "reversible".
+
+        Example:
+            >>> deq = revdeq.models.Equilibrium(revdeq.models.TransformerBlock(8, heads=2))
+            >>> deq.by_position(torch.randn(2, 5, 8), tol=0.1).shape, deq.last.steps.shape
+            (torch.Size([2, 5, 8]), torch.Size([2, 5]))
+        """
+        if self.solver != "reversible":
+            raise ValueError(f"tol = {tol!r} of every position: solver = {self.solver!r} has none; use 'reversible'")
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()
-        options = options_from(self._used(None))
+
+        def f(z: Tensor, evaluation: int) -> Tensor:
+            return self._evaluated(z.view_as(x), x, evaluation).flatten(0, 1)
+
+        options = {**self._used(None), "tol": tol, "per_example": True, "compact": False, "indexed": True, "aux": False}
+        found = solve(f, torch.zeros_like(x, requires_grad=False).flatten(0, 1), **options)
+        steps, change = (t.view(x.shape[:2]) for t in (found.steps, found.change))
+        self.last = Last(steps, found.nfe, change, found.adjoint)
+        return found.z.view_as(x)
+
+    def _cached(self, x: Tensor, caches: Caches, tol: float | None = None) -> Tensor:
+        """The equilibrium, or `by_position` with a tolerance, of positions that continue the cached ones, without a
+        gradient."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.float()
+        options = self._used(None)
+        if tol is None:
+            return forward(
+                lambda z, k: self._evaluated(z, x, k, cache=caches.at(k)), torch.zeros_like(x), options_from(options)
+            ).z
 
         def f(z: Tensor, k: int) -> Tensor:
-            out = self.f(z, x, cache=caches.at(k), **({"evaluation": k} if options.indexed else {}))
-            return out[0] if options.aux else out
+            cache = caches.at(k)
+            given = caches.with_late(k, z.view_as(x), x)
+            return self._evaluated(*given, k, cache=cache)[:, -x.shape[1] :].flatten(0, 1)
 
-        return forward(f, torch.zeros_like(x), options)
+        options |= {"tol": tol, "per_example": True}
+        y, z = (s.view_as(x) for s in forward(f, torch.zeros_like(x).flatten(0, 1), options_from(options)))
+        caches.rest(x, z, y)
+        return z
+
+    def _evaluated(self, z: Tensor, x: Tensor, k: int, **cache: Cache) -> Tensor:
+        """f, without what it returns beside its state."""
+        out = self.f(z, x, **cache, **({"evaluation": k} if self.indexed else {}))
+        return out[0] if self.aux else out
 
     def extra_repr(self) -> str:
         extra = f", evaluations={self.evaluations or 2 * self.max_steps}" if self.solver == "torchdeq" else ""

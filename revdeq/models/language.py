@@ -44,6 +44,8 @@ class LanguageModel(EquilibriumModel, DecodingModel):
         >>> model = revdeq.models.LanguageModel(vocabulary=100, d=16, heads=2, length=32)
         >>> model(torch.randint(100, (2, 12))).shape
         torch.Size([2, 12, 100])
+        >>> model(torch.randint(100, (2, 12)), tol=0.1).shape  # each position stops by itself
+        torch.Size([2, 12, 100])
     """
 
     def __init__(
@@ -69,21 +71,22 @@ class LanguageModel(EquilibriumModel, DecodingModel):
         if block is None:
             initialise(f)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.embed.logits(self.equilibrium(self.embed(tokens)))
+    def forward(self, tokens: Tensor, tol: float | None = None) -> Tensor:
+        x = self.embed(tokens)
+        return self.embed.logits(self.equilibrium(x) if tol is None else self.equilibrium.by_position(x, tol))
 
-    def _decoded(self, tokens: Tensor, caches: Caches) -> Tensor:
-        z = self.equilibrium._cached(self.embed(tokens, caches.positions), caches)
+    def _decoded(self, tokens: Tensor, caches: Caches, tol: float | None = None) -> Tensor:
+        z = self.equilibrium._cached(self.embed(tokens, caches.positions), caches, tol)
         return self.embed.logits(z[:, -1])
 
-    def _why_not_cached(self) -> str | None:
+    def _why_not_cached(self, tol: float | None) -> str | None:
         equilibrium = self.equilibrium
         if not takes_a_cache(equilibrium.f):
             return f"{type(equilibrium.f).__name__} takes no cache; define forward(self, z, x, cache=None)"
         if equilibrium.solver != "reversible":
             return f"solver = {equilibrium.solver!r} does not support caches; use solver='reversible'"
-        if equilibrium.tol is not None:
-            return f"tol = {equilibrium.tol!r} stops all positions together; use tol=None"
+        if equilibrium.tol is not None and tol is None:
+            return f"tol = {equilibrium.tol!r} stops all positions together; use tol=None, or generate(tol=...)"
         return None
 
 

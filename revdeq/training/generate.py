@@ -33,6 +33,7 @@ def generate(
     device: str | None = None,
     changes: Mapping[str, Any] | None = None,
     slide: int = 1,
+    tol: float | None = None,
 ) -> Iterator[Any]:
     """Continue a prompt with a trained language model.
 
@@ -50,13 +51,14 @@ def generate(
         device: Such as "cpu" or "cuda:1". None is a GPU, if there is one.
         changes: Settings that override those of the training, max_steps for example.
         slide: By how many positions the window moves when it is full, as for `LanguageModel.generate`.
+        tol: The tolerance of every position, as for `LanguageModel.generate`.
 
     Returns:
         An iterator over pieces of the text; for a list of prompts, over lists of pieces.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it is not a language model.
-        SettingError: tokens, temperature, top_k, top_p or slide is invalid.
+        SettingError: tokens, temperature, top_k, top_p, slide or tol is invalid.
 
     Example:
         >>> from revdeq.training.generate import generate
@@ -75,7 +77,7 @@ def generate(
         raise CheckpointError(f"{run} was trained as {preset.name}: only a language model generates text")
     assert isinstance(model, DecodingModel)
     try:
-        check(tokens, draw, slide, model.embed.length)
+        check(model, tokens, draw, slide, tol)
     except ValueError as error:
         raise SettingError(str(error)) from error
     if folder is None and saved["folder"] is None:
@@ -86,7 +88,7 @@ def generate(
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     contexts = [encoder.encode_ordinary(text) or [encoder.eot_token] for text in prompts]
     rows = [torch.from_numpy(vocabulary.ids[context]).to(where).long() for context in contexts]
-    chosen = stream(model, rows, tokens, draw, len(vocabulary.kept), slide=slide)
+    chosen = stream(model, rows, tokens, draw, len(vocabulary.kept), slide=slide, tol=tol)
     pieces = _pieces(chosen, encoder, vocabulary, len(rows))
     return (each for (each,) in pieces) if isinstance(prompt, str) else pieces
 

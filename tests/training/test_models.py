@@ -617,10 +617,27 @@ DECODING = [
 ]
 
 
-def fed(model, texts, lengths):
+class Numbered(nn.Module):
+    """Two attentions, a scale of its own in every evaluation, rotated positions, and something beside its state."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.first, self.second = TransformerBlock(d, 2), TransformerBlock(d, 2)
+        self.scale = nn.Parameter(torch.rand(12) + 0.5)
+
+    def forward(self, z, x, cache=None, evaluation=0):
+        positions = torch.arange(z.shape[1]) if cache is None else cache.positions
+        z = self.first(self.scale[evaluation] * z, x + positions.sin()[..., None], cache)
+        return self.second(z, x, cache), z.mean()
+
+
+OWN = {"block": Numbered, "indexed": True, "aux": True}
+
+
+def fed(model, texts, lengths, **given):
     """The logits at every position from the last one of each prompt on, (B, positions, vocabulary): of prompts of these
     lengths, and then of one token after the other."""
-    decoder = Decoder(model, [text[:n] for text, n in zip(texts, lengths, strict=True)], LENGTH)
+    decoder = Decoder(model, [text[:n] for text, n in zip(texts, lengths, strict=True)], LENGTH, **given)
     logits = [decoder.logits()]
     for i in range(LENGTH - max(lengths)):
         decoder.append(torch.stack([text[n + i] for text, n in zip(texts, lengths, strict=True)]))
@@ -640,6 +657,25 @@ def test_caches_give_the_logits_of_the_whole_sequence(name, settings, lengths):
         assert len(row) == LENGTH - max(lengths) + 1
 
 
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (2, 6, 3)])
+@pytest.mark.parametrize(("name", "settings"), [*DECODING[:-1], ("language", OWN)])
+@torch.no_grad()
+def test_with_a_tolerance_caches_give_the_logits_of_each_position_by_itself(name, settings, lengths):
+    """Positions that rest are evaluated late, where a later one takes more steps; a block with two attentions, whose
+    second one depends on what others that still move are like, too."""
+    model, texts = small(name, check=None, **settings).eval(), batch(name)[0]
+    model(texts, tol=1e-9)
+    changes = model.equilibrium.last.change.flatten().sort().values[9:27]
+    widest = changes.diff().argmax()  # so that rounding changes no number of steps
+    model.equilibrium.max_steps, tol = 6, changes[widest : widest + 2].mean().item()
+    whole = model(texts, tol=tol)
+    steps = model.equilibrium.last.steps
+    assert steps.shape == texts.shape and 3 in steps and steps.max() > 3
+    for row, n, expected in zip(fed(model, texts, lengths, tol=tol), lengths, whole, strict=True):
+        expected = expected[n - 1 : n - 1 + len(row)]
+        assert ((row - expected).norm(dim=-1) <= ROUNDING * expected.norm(dim=-1)).all()
+
+
 @pytest.mark.parametrize("state", ["float64", "exact"])
 @pytest.mark.parametrize("schedule", [None, SCHEDULE])
 @pytest.mark.parametrize("gamma", [1.0, 0.7])
@@ -654,7 +690,7 @@ def test_the_iteration_without_a_graph_has_the_bits_of_a_solve(state, schedule, 
         seen.append(k)
         return block(z, x).transpose(0, 1).contiguous().transpose(0, 1)  # another layout
 
-    found = forward(f, torch.zeros_like(x), Options(**options))
+    found = forward(f, torch.zeros_like(x), Options(**options)).z
     expected = revdeq.solve(lambda z: f(z, 0), torch.zeros_like(x), **options).z
     assert torch.equal(found, expected) and found.stride() == expected.stride()
     assert seen[:80] == list(range(80))
@@ -684,6 +720,20 @@ def test_greedy_text_is_that_of_the_whole_sequence(name, settings):
             text = found[0]
             for i in range(3, len(text)):
                 assert model.eval()(text[None, max(0, i - LENGTH) : i])[0, -1].argmax() == text[i]
+
+
+def test_greedy_text_with_a_tolerance():
+    """Each text as if it were alone, beyond the window, too."""
+    model, prompts = small("language", max_steps=6, check=None), [[3, 4, 5], [7]]
+    settings = {"max_new_tokens": LENGTH, "slide": 4, "tol": 0.1}
+    found = model.generate(prompts, **settings)
+    assert not torch.equal(found[0], model.generate(prompts[:1], LENGTH, slide=4)[0])
+    for prompt, text, whole in zip(prompts, found, model.generate(prompts, use_cache=False, **settings), strict=True):
+        assert torch.equal(text, whole) and torch.equal(text, model.generate([prompt], **settings)[0])
+    with pytest.raises(ValueError, match="tol = 0.1.*no equilibrium"):
+        small("transformer").generate(prompts, tol=0.1)
+    with pytest.raises(ValueError, match="tol = 0.1.*'stored'.*'reversible'"):
+        small("language", solver="stored")(torch.tensor(prompts[:1]), tol=0.1)
 
 
 def test_a_full_window_that_moves_on_far_is_seldom_evaluated_again(monkeypatch):
@@ -720,6 +770,7 @@ def test_sampling_is_by_the_usual_names():
         ({"do_sample": True, "top_p": 1.5}, "top_p = 1.5"),
         ({"max_new_tokens": 0}, "max_new_tokens = 0"),
         ({"slide": LENGTH + 1}, f"slide = {LENGTH + 1}.*length = {LENGTH}"),
+        ({"tol": 0.0}, "tol = 0.0.*None"),
         ({"attention_mask": mask.flip(1)}, "attention_mask.*left"),
         ({"attention_mask": mask[:1]}, "attention_mask.*shape of tokens"),
     ):
@@ -758,7 +809,7 @@ class Blind(nn.Module):
 def test_what_cannot_be_cached_evaluates_the_whole_sequence_and_says_so():
     for settings, message in (
         ({"block": Blind}, "Blind takes no cache.*cache=None"),
-        ({"tol": 1e-3}, "tol = 0.001.*tol=None"),
+        ({"tol": 1e-3}, r"tol = 0.001.*tol=None.*generate\(tol="),
         ({"solver": "torchdeq"}, "solver = 'torchdeq'.*'reversible'"),
     ):
         model = small("language", **settings)
@@ -767,23 +818,9 @@ def test_what_cannot_be_cached_evaluates_the_whole_sequence_and_says_so():
         assert torch.equal(text, model.generate([[3, 4]], 4, use_cache=False)[0])
 
 
-class Numbered(nn.Module):
-    """Two attentions, a scale of its own in every evaluation, rotated positions, and something beside its state."""
-
-    def __init__(self, d):
-        super().__init__()
-        self.first, self.second = TransformerBlock(d, 2), TransformerBlock(d, 2)
-        self.scale = nn.Parameter(torch.rand(6) + 0.5)
-
-    def forward(self, z, x, cache=None, evaluation=0):
-        positions = torch.arange(z.shape[1]) if cache is None else cache.positions
-        z = self.first(self.scale[evaluation] * z, x + positions.sin()[..., None], cache)
-        return self.second(z, x, cache), z.mean()
-
-
 @torch.no_grad()
 def test_a_block_of_ones_own_has_caches_indices_and_aux():
-    model, texts = small("language", block=Numbered, indexed=True, aux=True).eval(), batch("language")[0]
+    model, texts = small("language", **OWN).eval(), batch("language")[0]
     whole, lengths = model(texts), (2, 6, 3)
     for row, n, expected in zip(fed(model, texts, lengths), lengths, whole, strict=True):
         expected = expected[n - 1 : n - 1 + len(row)]
