@@ -51,6 +51,8 @@ def at_the_end(model, prompts, length):
 
     def token():
         caches.end = length - 1
+        for cache in caches._each:
+            cache._end = caches.end
         caches.advance(1)
         return LIKELIEST.of_each(model._decoded(tokens, caches))
 

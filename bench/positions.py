@@ -2,14 +2,16 @@
 
     REVDEQ_DATA=DIR python bench/positions.py
 
-The model is `wikitext2-tiny`, trained as bench/trained.py does it. Positions are the examples of a solve with
-`per_example=True`: a position that has stopped still feeds those after it, and as the block is causal, it depends on
-none of them. Beside it, all positions take N steps. Printed are the mean number of evaluations of a position and the
-perplexity of validation text.
+The model is `wikitext2-tiny`, trained as bench/trained.py does it, with a tolerance for every position or with N steps
+for all. Printed are the mean number of evaluations of a position, the perplexity of validation text, and the tokens per
+second of decoding that text with caches, of 1 and of 8 texts at once, whose logits are the same: processor time on one
+thread, interleaved. A batch takes as many steps as the slowest of its positions.
 """
 
+import functools
 import itertools
 import os
+import statistics
 import time
 from pathlib import Path
 
@@ -17,13 +19,15 @@ import torch
 import torch.nn.functional as F
 import trained
 from table import options
+from turns import one_thread, take_turns
 
-import revdeq
+from revdeq.models.decoding import Decoder
 from revdeq.training.presets import configured
 from revdeq.training.restore import restored
 from revdeq.training.run import train
 
 PRESET, STEPS, TOLERANCES, MOST = "wikitext2-tiny", (1, 2, 3, 4, 6, 8), (0.5, 0.3, 0.2, 0.1, 0.05, 0.02), 8
+TEXTS, PROMPT = (1, 8), 8
 
 
 def model_and_text(batches):
@@ -34,41 +38,55 @@ def model_and_text(batches):
 
 
 @torch.no_grad()
-def perplexity(model, batches, **given):
+def perplexity(model, batches, tol):
     """Of the batches, and the mean number of evaluations of a position."""
-    equilibrium, losses, evaluations = model.equilibrium, [], []
+    losses, evaluations = [], []
     for batch in batches:
-        x = model.embed(batch.inputs)
-        shape = x.shape
-
-        def f(z, x, shape=shape):
-            return equilibrium.f(z.view(shape), x.view(shape)).flatten(0, 1)
-
-        positions = x.flatten(0, 1)
-        coefficients = {"beta": equilibrium.beta, "gamma": equilibrium.gamma}
-        solution = revdeq.solve(f, torch.zeros_like(positions), positions, **coefficients, **given)
-        logits = model.embed.logits(solution.z.view(shape))
+        logits = model(batch.inputs, tol=tol)
         losses.append(F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()))
-        evaluations.append(2 * torch.as_tensor(solution.steps).float().mean())
+        evaluations.append(2 * torch.as_tensor(model.equilibrium.last.steps).double().mean())
     return torch.stack(losses).mean().exp().item(), torch.stack(evaluations).mean().item()
+
+
+@torch.no_grad()
+def decode(model, texts, steps, tol):
+    """A short prompt, and then the text, token by token."""
+    model.equilibrium.max_steps = steps
+    decoder = Decoder(model, list(texts[:, :PROMPT]), texts.shape[1], tol=tol)
+    decoder.logits()
+    for tokens in texts[:, PROMPT:].T:
+        decoder.append(tokens)
+        decoder.logits()
 
 
 def main():
     table, quick = options(__doc__, "one batch")
-    torch.set_num_threads(1)
+    clock = one_thread()
     if not os.environ.get("REVDEQ_DATA"):
         print("positions are left out: set REVDEQ_DATA to a folder with WikiText-2")
         return
     model, batches = model_and_text(1 if quick else 4)
-    print(f"{'':24}{'evaluations of a position':>27}{'perplexity':>12}")
-    ways = [(f"N = {n}", {"max_steps": n}) for n in STEPS]
-    ways += [(f"tol = {tol:g}", {"tol": tol, "max_steps": MOST, "per_example": True}) for tol in TOLERANCES]
-    for way, given in ways:
-        value, evaluations = perplexity(model, batches, **given)
-        print(f"{way:24}{evaluations:27.2f}{value:12.1f}")
+    ways = {f"N = {n}": (n, None) for n in STEPS} | {f"tol = {tol:g}": (MOST, tol) for tol in TOLERANCES}
+    times = {}
+    for count in TEXTS:
+        texts = batches[0].inputs[:count]
+        runs = {way: functools.partial(decode, model, texts, *given) for way, given in ways.items()}
+        times[count] = take_turns(runs, 4.0 if quick else 40.0, rounds=(2, 25), clock=clock)
+    header = "".join(f"{f'{count} texts':>12}" for count in TEXTS)
+    print(f"{'':12}{'evaluations of a position':>27}{'perplexity':>12}   tokens per second:{header}")
+    for way, (steps, tol) in ways.items():
+        model.equilibrium.max_steps = steps
+        value, evaluations = perplexity(model, batches, tol)
+        tokens = {n: n * (batches[0].inputs.shape[1] - PROMPT) for n in TEXTS}
+        speed = "".join(f"{tokens[n] / statistics.median(times[n][way]):12,.0f}" for n in TEXTS)
+        print(f"{way:12}{evaluations:27.2f}{value:12.1f}{'':21}{speed}")
         if table is not None:
-            table.add("positions, wikitext2-tiny", way, given["max_steps"], "perplexity", [value])
-            table.add("positions, wikitext2-tiny", way, given["max_steps"], "evaluations of a position", [evaluations])
+            case = "positions, wikitext2-tiny"
+            table.add(case, way, steps, "perplexity", [value])
+            table.add(case, way, steps, "evaluations of a position", [evaluations])
+            for n in TEXTS:
+                per_token = [seconds / tokens[n] for seconds in times[n][way]]
+                table.add(f"{case}, {n} texts", way, steps, "seconds", per_token)
 
 
 if __name__ == "__main__":
