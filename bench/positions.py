@@ -85,8 +85,8 @@ def main():
             table.add(case, way, steps, "perplexity", [value])
             table.add(case, way, steps, "evaluations of a position", [evaluations])
             for n in TEXTS:
-                per_token = [seconds / tokens[n] for seconds in times[n][way]]
-                table.add(f"{case}, {n} texts", way, steps, "seconds", per_token)
+                of_a_token = [seconds / tokens[n] for seconds in times[n][way]]
+                table.add(f"{case}, {n} texts", way, steps, "seconds", of_a_token)
 
 
 if __name__ == "__main__":

@@ -279,7 +279,7 @@ def examples(numbers):
 def positions(numbers):
     case, counted = "positions, wikitext2-tiny", "evaluations of a position"
 
-    def value(way, quantity):
+    def value(way, quantity, case=case):
         return next(iter(numbers.by_size(case, way, quantity).values()))
 
     def columns(start):
@@ -289,6 +289,9 @@ def positions(numbers):
     for label, ways in (("all positions take N steps", columns("N")), ("each position by itself", columns("tol"))):
         rows.append([f"{label}: evaluations", *(f"{value(way, counted):.1f}" for way in ways)])
         rows.append(["perplexity", *(f"{value(way, 'perplexity'):.1f}" for way in ways)])
+        for texts in (1, 8):
+            speeds = (1 / value(way, "seconds", f"{case}, {texts} texts") for way in ways)
+            rows.append([f"tokens per second, {texts} text{'s' * (texts > 1)}", *(f"{x:,.0f}" for x in speeds)])
     return markdown(
         ["N, or tol", *(f"{n[4:]} / {tol[6:]}" for n, tol in zip(columns("N"), columns("tol"), strict=True))], rows
     )
