@@ -140,17 +140,17 @@ class Sudoku:
     in the place of attention, as with its authors' sudokus."""
 
     thoughts, segments, rate, updates = 2, 4, 2e-3, (50, 100, 150)
-    settings = {"mlp_t": True, "pos_encodings": "none"}
+    positions = "none"
     learnt = OWN, "stored graph of their loop", "reversible, gamma .25", "reversible, gamma .25, last step"
 
     def __init__(self, module, name, loops, loop):
         config = {
             "batch_size": BATCH, "seq_len": 16, "num_puzzle_identifiers": 1, "vocab_size": 5, "H_cycles": loops,
             "L_cycles": self.thoughts, "H_layers": 1, "L_layers": 1, "hidden_size": WIDTH, "expansion": 2.0,
-            "num_heads": HEADS, "halt_max_steps": self.segments, "halt_exploration_prob": 0.1,
-            "forward_dtype": "float32", "puzzle_emb_len": 0,
+            "num_heads": HEADS, "pos_encodings": self.positions, "mlp_t": True, "halt_max_steps": self.segments,
+            "halt_exploration_prob": 0.1, "forward_dtype": "float32", "puzzle_emb_len": 0,
         }  # fmt: skip
-        self.model = getattr(importlib.import_module(module), name)(config | self.settings)
+        self.model = getattr(importlib.import_module(module), name)(config)
         self.head = importlib.import_module("models.losses").ACTLossHead(self.model, "stablemax_cross_entropy")
         self.inner, self.solutions, self.carry = self.model.inner, grids(), None
         if loop is not None:
@@ -195,7 +195,7 @@ class HierarchicalSudoku(Sudoku):
     """HRM. With rotary positions, attention would have to find out which of 16 cells in a row are a box: it has solved
     nothing after 150 updates, and with learned positions most after 800."""
 
-    settings, updates = {"pos_encodings": "learned"}, (200, 400, 600, 800)
+    positions, updates = "learned", (200, 400, 600, 800)
     learnt = OWN, "stored graph of their loop", "reversible, gamma .25"
 
 

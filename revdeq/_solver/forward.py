@@ -31,7 +31,8 @@ def forward(f: Callable[[Tensor, int], Tensor], z0: Tensor, options: Options) ->
     scheme = scheme_for(options, [z0])
     read, last = z0.clone(), 2 * options.max_steps
     half_steps: tuple[Any, ...] = ()
-    ends = None if options.tol is None else torch.full(z0.shape[:1], last, dtype=torch.int32, device=z0.device)
+    tol = options.tol
+    ends = None if tol is None else torch.full(z0.shape[:1], last, dtype=torch.int32, device=z0.device)
     for k in range(last):
         step = scheme.at(k)
         given = read.clone() if step.c else read  # f may modify its input, which this step needs again
@@ -46,13 +47,13 @@ def forward(f: Callable[[Tensor, int], Tensor], z0: Tensor, options: Options) ->
         half_step.write_to(copy)
         if ends is not None:
             half_step.each(ends, k)
-        if ends is None or k % 2 == 0 or k == last - 1:
+        if ends is None or tol is None or k % 2 == 0 or k == last - 1:
             half_step.relax(out, read, step)
             read = copy
             continue
         norms = scheme.look(relax_norms([half_step], [out], [read], step), list(half_steps), k // 2 + 1)
         read = copy
-        rests = relative_changes(norms.double()) <= options.tol  # on the host; also those that rested before
+        rests = relative_changes(norms.double()) <= tol  # on the host; also those that rested before
         ends.masked_fill_(rests.to(ends.device) & (ends > k), k + 1)
         if rests.all():
             break

@@ -98,7 +98,7 @@ class Equilibrium(RevDEQ):
             ValueError: The solver is not "reversible".
 
         Example:
-            >>> deq = revdeq.models.Equilibrium(revdeq.models.TransformerBlock(8, heads=2))
+            >>> deq = revdeq.models.Equilibrium(revdeq.models.TransformerBlock(8, heads=2, form="residual"))
             >>> deq.by_position(torch.randn(2, 5, 8), tol=0.1).shape, deq.last.steps.shape
             (torch.Size([2, 5, 8]), torch.Size([2, 5]))
         """

@@ -114,7 +114,7 @@ class Transformer(DecodingModel):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.embed.logits(self.norm(self.layers(self.embed(tokens))))
 
-    def _decoded(self, tokens: Tensor, caches: Caches) -> Tensor:
+    def _decoded(self, tokens: Tensor, caches: Caches, tol: float | None = None) -> Tensor:
         x = self.embed(tokens, caches.positions)
         for k, layer in enumerate(self.layers):
             x = layer(x, caches.at(k))

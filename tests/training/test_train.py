@@ -473,7 +473,13 @@ def test_generate(folder, tmp_path, monkeypatch, capsys):
     assert text(*prompt, "--seed", 1) == first != text(*prompt, "--seed", 2)
     assert text("--temperature", 0, "--seed", 1) == text("--temperature", 0, "--seed", 2)
     assert text(*prompt, "--seed", 1, data=("--data", folder)) == first
-    for wrong, message in ((("--tokens", 0), "tokens = 0"), (("--temperature", -1), "temperature = -1.0")):
+    greedy = ("--temperature", 0, "--set", "max_steps=6")
+    assert text(*greedy, "--tol", 1e-9) == text(*greedy)
+    for wrong, message in (
+        (("--tokens", 0), "tokens = 0"),
+        (("--temperature", -1), "temperature = -1.0"),
+        (("--tol", 0), "tol = 0.0"),
+    ):
         assert command(monkeypatch, "generate", best, *wrong) == 1
         assert message in capsys.readouterr().err
 
