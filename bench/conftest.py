@@ -6,7 +6,7 @@ from table import Table, device_name
 from revdeq.cli.doctor import ENOUGH
 
 ENDURING = 22
-"""The logarithm of the elements from which on no cache holds them, and no launch counts."""
+"""log2 of the size from which no cache holds the tensors, and launches take a negligible share of the time."""
 
 
 def pytest_addoption(parser):
@@ -50,5 +50,5 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def bandwidth_shares(ratios):
-    """Of the fused half-steps: what a copy of the same bytes takes, over what they take."""
+    """The time of a copy of the same bytes, over the time of the fused half-steps."""
     return {name: ratios["copy"] / ratio for name, ratio in ratios.items() if name.startswith("fused")}

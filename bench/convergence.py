@@ -35,17 +35,17 @@ import revdeq
 from revdeq._device import peak_memory
 
 BLOCKS = {"conv block": 4, "transformer block": 2}
-"""With the batch: half of step.py's."""
+"""The batch sizes: half of those in step.py."""
 TARGETS = {"1e-2": 1e-2, "1e-3": 1e-3, "1e-4": 1e-4}
 MOST = 60
-"""Evaluations up to which residuals are followed."""
+"""The number of evaluations up to which residuals are measured."""
 TUNED_AT = 24
-"""Evaluations after which both sides are tuned to have a small residual."""
+"""Both sides are tuned for the smallest residual after this many evaluations."""
 HISTORIES, REGULARISATIONS, DAMPINGS = (3, 4, 5, 6, 8, 10), (1e-4, 1e-8), (0.8, 1.0)
-"""Of Anderson acceleration: as many settings as `revdeq.tune` tries."""
+"""The settings of Anderson acceleration: as many as `revdeq.tune` tries."""
 SETTLED, LONGEST = 1e-10, 3000
 FINE, COARSE = (8, 12, 16, 24, 32, 48), (16, 32)
-"""Evaluations of a forward pass. As many products solve the adjoint equation."""
+"""Evaluations of a forward pass. The adjoint equation is solved with as many products."""
 SCHEDULED = (4, 8, 12, 16)
 """Evaluations that schedules are made for."""
 PROVIDERS = {
@@ -67,11 +67,11 @@ QUICK = {"ours, tuned, implicit": (16,), "Anderson, IFT": (16,)}
 SEEN, HELD_OUT = 3, 2
 """Batches to tune for, and to measure on."""
 MEMORY_AT = 24
-"""Evaluations at which the memory is measured, or the next. Of ours it does not depend on them, nor of Anderson's."""
+"""Memory is measured at this number of evaluations, or the next. Neither ours nor Anderson's depends on it."""
 
 
 class Problem:
-    """A block with its input, the gradient to go back from, and the settings of both sides."""
+    """A block with its input, the gradient of its output, and the settings of both sides."""
 
     def __init__(self, block, batch=None):
         if block in BLOCKS:
@@ -129,14 +129,14 @@ class Problem:
         }
 
     def gradient(self, provider, k):
-        """Of the parameters, by a forward and a backward pass."""
+        """The gradient of the parameters, by a forward and a backward pass."""
         name, *_, kind = provider.split(", ")
         z0 = torch.zeros_like(self.x)
         if name == "ours":
             z = revdeq.solve(self.f, z0, self.x, max_steps=k // 2, gradient=kind, **self._pair(provider, k)).z
         else:
             solver = {"Anderson": "tuned", "Anderson as it is": "anderson", "Broyden": "broyden"}[name]
-            # By a hook the gradient takes less time and memory than by torchdeq's default.
+            # The gradient by a hook takes less time and memory than torchdeq's default.
             how = "grad" if kind == "phantom" else "ift" if name.endswith("as it is") else "hook_ift"
             deq = get_deq(
                 f_solver=solver, b_solver=solver, f_max_iter=k, b_max_iter=k, f_tol=0.0, b_tol=0.0,
@@ -147,8 +147,8 @@ class Problem:
 
     @torch.no_grad()
     def residuals(self, name):
-        """By the number of evaluations, until the smallest target is reached."""
-        if name == "ours, schedule":  # each is made for its own number
+        """Residuals by the number of evaluations, until the smallest target is reached."""
+        if name == "ours, schedule":  # each is made for its own number of evaluations
             found = {k: self.residual(self.solvers()[name](k)) for k in SCHEDULED}
         elif name.startswith("ours"):
             found = self._along(**self._pair(name))
@@ -176,7 +176,7 @@ class Problem:
 
 @torch.no_grad()
 def along_torchdeqs(solver, f, x, most, **settings):
-    """Its residuals by the number of evaluations."""
+    """The residuals of a solver of torchdeq by the number of evaluations."""
     calls = 0
 
     def counted(z):
@@ -186,12 +186,12 @@ def along_torchdeqs(solver, f, x, most, **settings):
 
     steps = {"max_iter": most, "indexing": range(1, most + 2)}
     _, states, _ = get_solver(solver)(counted, torch.zeros_like(x), tol=0.0, stop_mode="rel", **steps, **settings)
-    first = calls - len(states) + 1  # an evaluation each
+    first = calls - len(states) + 1  # one evaluation per state
     return {k: relative(f(z, x), z) for k, z in enumerate(states, first)}
 
 
 def fixed_points_gradient(f, x, seed, beta, gamma):
-    """Of f's parameters, by the same iteration in plain operations, in float64."""
+    """The gradient of f's parameters at the fixed point, by the same iteration in plain operations, in float64."""
     f, x, seed = copy.deepcopy(f).double(), x.double(), seed.double()
     with torch.no_grad():
         z = settled(lambda z: f(z, x), torch.zeros_like(x), beta, gamma)
@@ -202,7 +202,7 @@ def fixed_points_gradient(f, x, seed, beta, gamma):
 
 
 def settled(function, start, beta, gamma):
-    """The fixed point. What does not converge is tried again with smaller steps."""
+    """The fixed point. If the iteration does not converge, it is repeated with smaller steps."""
     for pair in ((beta, gamma), (0.9, gamma / 2), (0.9, gamma / 4)):
         b, g = pair
         before = now = start
@@ -227,7 +227,7 @@ def worst(gradients, expected):
 
 
 def measure_residuals(given, block, add, quick, clock):
-    """What solves without a gradient take."""
+    """Measure solves without a gradient."""
     needed, solvers = {}, given.solvers()
     if quick:
         del solvers["ours, schedule"]
@@ -256,13 +256,13 @@ def measure_residuals(given, block, add, quick, clock):
 
 
 def measure_gradients(given, block, add, quick, clock):
-    """What a forward and a backward pass take, and how good their gradient is."""
+    """Measure a forward and a backward pass, and the error of their gradient."""
     expected = fixed_points_gradient(given.f, given.x, given.seed, **given.pair)
     cases = [(name, k) for name, ks in (QUICK if quick else PROVIDERS).items() for k in ks]
     distances = {}
     for name, k in cases:
         if "schedule" in name:
-            given.schedule(k)  # the search is not what is timed
+            given.schedule(k)  # the search is not timed
 
     def run(case):
         gradients = given.gradient(*case)
@@ -285,7 +285,7 @@ def measure_gradients(given, block, add, quick, clock):
 
 
 def measure_schedules(block, add, clock, counts=SCHEDULED):
-    """On batches that nothing was tuned for. Nothing depends on the time, but that of the search."""
+    """Measure residuals on batches that were not used for tuning, and the time of the search."""
     f, xs = trained(block, SEEN + HELD_OUT)
     first, *others = [(torch.zeros_like(x), x) for x in xs[:SEEN]]
     names = ("m", "lam", "tau")
@@ -317,7 +317,7 @@ def measure_schedules(block, add, clock, counts=SCHEDULED):
 
 def main():
     table, quick = options(__doc__, "one block, two solvers, few rounds")
-    warnings.simplefilter("ignore", revdeq.ConvergenceWarning)  # of few evaluations, which are to be seen
+    warnings.simplefilter("ignore", revdeq.ConvergenceWarning)  # expected with few evaluations
     clock = one_thread()
     blocks = ["conv block"] if quick else [*BLOCKS, *available()]
     for block in tqdm(blocks, desc="convergence", leave=False, disable=None):

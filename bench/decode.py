@@ -45,7 +45,7 @@ def models(length):
 
 
 def at_the_end(model, prompts, length):
-    """A function that computes the token after so many positions, and its caches."""
+    """A function that computes the token after this many positions, and its caches."""
     tokens = torch.randint(SIZES["vocabulary"], (prompts, 1), device=DEVICE)
     caches = Caches(length, torch.zeros(prompts, dtype=torch.long, device=DEVICE))
 

@@ -1,11 +1,11 @@
-"""What depth costs a looped model, and how its gradients grow: the numbers of docs/looped.md.
+"""The cost of depth in a looped model, and the growth of its gradients: the numbers of docs/looped.md.
 
     python bench/depth.py                           # some minutes: looped.csv, and pictures of it
 
-depth: peak memory and time (the processor's, in turns) of a forward and a backward pass with so many calls of one
-block, by each way to do it. The block is that of revdeq.examples.recursive, 64 wide, with 8 sequences of 64 tokens.
+depth: peak memory and processor time (interleaved) of a forward and a backward pass with N calls of one block, by each
+method. The block is that of revdeq.examples.recursive, 64 wide, with 8 sequences of 64 tokens.
 plain: how far revdeq.loop is from z <- f(z), for an f that contracts, one that keeps distances, and one that expands.
-growth: by how much the adjoint grows over so many calls at initialisation, for each gamma.
+growth: the growth of the adjoint over N calls at initialisation, for each gamma.
 """
 
 import argparse
@@ -24,10 +24,10 @@ from revdeq.examples.recursive import Network
 
 DEPTHS = (8, 16, 32, 64, 128)
 CALLS = 4
-"""Of the block, in a large f, and with a gradient where it is truncated."""
+"""Calls of the block in a large f, and calls with a gradient if it is truncated."""
 GAMMAS = (1.0, 0.5, 0.25)
 LARGE = 3.4
-"""What makes the block expand: its weights, times this."""
+"""The factor on the block's weights that makes it expand."""
 PLAIN = (4, 16, 64)
 
 
@@ -103,11 +103,11 @@ def measure_depth(results, depths, clock):
 
 
 KINDS = {"contracts": 0.7, "keeps distances": 1.0, "expands": 1.4}
-"""By how much f multiplies small distances, about."""
+"""The factor by which f multiplies small distances, roughly."""
 
 
 class Kind(torch.nn.Module):
-    """tanh(factor U z + x), with U orthogonal. States are small, so that tanh takes little away."""
+    """tanh(factor U z + x), with U orthogonal. States are small, so that tanh is almost linear."""
 
     def __init__(self, factor, width=64):
         super().__init__()
@@ -163,7 +163,7 @@ def main():
     parser.add_argument("--out", type=Path, default=table.results_folder() / "looped.csv", help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="two depths")
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore", revdeq.ConvergenceWarning)  # it is what is measured
+    warnings.simplefilter("ignore", revdeq.ConvergenceWarning)  # growth is what is measured
     depths = DEPTHS[:2] if arguments.quick else DEPTHS
     clock, results = one_thread(), table.Table(arguments.out)
     measure_plain(results)

@@ -1,16 +1,16 @@
-"""What the models learn at a size for two cores: many small trainings, one row each, of which evidence_report.py makes
-a page.
+"""Compares what models learn in many small trainings on two cores. Each is a row of a table, from which
+evidence_report.py writes a page.
 
     python bench/evidence.py DIR --jobs 2          # all studies; DIR holds wikitext-2, gpt2 and CIFAR-10
     python bench/evidence.py --study maze          # puzzles need no data
-    python bench/evidence.py DIR --equal-time      # once more, with the same time for all
+    python bench/evidence.py DIR --equal-time      # again, with the same time for all
     python bench/evidence.py DIR --study language --updates 3000 --seeds 1 --minutes 60
-    python bench/evidence.py --report              # only the page, of the rows that there are
-    python bench/evidence.py DIR --check           # does today's code still train like that, bit for bit?
+    python bench/evidence.py --report              # only writes the page, from the existing rows
+    python bench/evidence.py DIR --check           # does the current code still give the same losses, bit for bit?
 
-A new study is an entry in STUDIES, and {its_name} where page.md wants its table. Every variant is trained with each
-learning rate, and with more if the best is at the end of the list; the other seeds and budgets get the best one. Every
-training is a command of its own, which its row holds; what was interrupted goes on when this is called again.
+To add a study, add an entry to STUDIES, and {its_name} to page.md where its table should be. Every variant is trained
+with each learning rate, and with more if the best is at the end of the list; the other seeds and budgets use the best
+one. Every training is a separate command, which is stored in its row. Run this again to resume after an interruption.
 """
 
 import argparse
@@ -44,21 +44,21 @@ from revdeq.training.run import train
 
 RESULTS = Path(__file__).parent / "results" / "evidence"
 EDITION = 2
-"""Raised when the same command gives other numbers than before: rows of another edition are stale."""
+"""Increase this when the same command gives other numbers than before: rows of another edition are stale."""
 PROBED = 200
 """Puzzles of each size that a model is evaluated on."""
 Variants = dict[str, dict[str, Any]]
 
 
 class Study(NamedTuple):
-    """preset, updates, settings: of all its trainings.
+    """preset, updates, settings: shared by all trainings.
 
     variants: labels, each with the settings that make it. The first is the study's subject.
-    rates: learning rates to choose from; none: that of the preset. The best is the best on the validation set, of
-        larger puzzles than those trained on, where there are any.
-    seeds: at most so many.
-    clock: the variant whose training all others get the time of, with --equal-time.
-    size, sizes, depths: of puzzles, the setting for their size, and the sizes and numbers of steps to evaluate at.
+    rates: learning rates to choose from; if empty, that of the preset. The best is chosen on the validation set, for
+        puzzles on larger ones than in training.
+    seeds: the maximum number of seeds.
+    clock: the variant whose training time all others get with --equal-time.
+    size, sizes, depths: for puzzles, the setting for their size, and the sizes and numbers of steps to evaluate at.
     """
 
     preset: str
@@ -74,8 +74,8 @@ class Study(NamedTuple):
 
 
 EIGHT, FIVE = "reversible, 8 evaluations", "reversible, 5 evaluations per scale"
-# The explicit networks have as many parameters as the equilibrium (hidden, channels), or as many blocks as it evaluates
-# f in an update (depth, and its own channels).
+# The explicit networks have as many parameters as the equilibrium (hidden, channels), or one block for each of its
+# evaluations of f in an update (depth, with the same channels).
 LANGUAGE: Variants = {
     "reversible, 2 evaluations": {"max_steps": 1},
     "reversible, 4 evaluations": {"max_steps": 2},
@@ -99,13 +99,14 @@ STATES: Variants = {
     "float64 state": {},
     "exact state": {"state": "exact"},
     "stored graph": {"solver": "stored"},
-    # What differences of the size of rounding grow to by themselves.
+    # Shows how far differences as small as rounding errors grow.
     "stored graph, weight decay 0.1 % larger": {"solver": "stored", "weight_decay": 1.001e-4},
 }
 
 
 def puzzle(drawn: str, channels: int) -> Variants:
-    """drawn: the preset's numbers of steps, 12 on average. channels: of an explicit network with its parameters."""
+    """drawn: the preset's numbers of steps, 12 on average. channels: those that give an explicit network as many
+    parameters."""
     return {
         f"exact gradient, N = {drawn}": {},
         "exact gradient, N = 12": {"max_steps": 12},
@@ -164,7 +165,7 @@ class Task(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of the preset."""
+        """The changes to the preset."""
         own = {"lr": self.lr, "seed": self.seed, "updates": self.updates, "epochs": 10**6}
         return {**STUDIES[self.study].settings, **STUDIES[self.study].variants[self.label], **own}
 
@@ -175,12 +176,12 @@ class Task(NamedTuple):
         return words + [w for key, value in self.settings.items() for w in ("--set", f"{key}={value}".replace(" ", ""))]
 
 
-# Which trainings there are to be, and which were the best
+# Which trainings to run, and which were the best
 
 
 def tasks(names, seeds, budgets, rows):
-    """What is to be trained: seeds outside, so that every variant has been trained as often as the others when time
-    runs out. budgets: updates by study and label, where they are not the study's."""
+    """The trainings to run. Seeds are the outer loop, so that all variants have been trained equally often when time
+    runs out. budgets: updates by study and label, if they are not the study's."""
     for seed, name in itertools.product(range(seeds), names):
         study = STUDIES[name]
         for label in study.variants if seed < study.seeds else ():
@@ -194,7 +195,7 @@ def tasks(names, seeds, budgets, rows):
 
 
 def search(task, rows):
-    """The learning rate that is the best at seed 0, None if it is not known yet; and those to be tried."""
+    """The best learning rate at seed 0, or None if it is not known yet; and the rates to try."""
     study = STUDIES[task.study]
     scores = {Task.of(row).lr: goodness(row) for row in rows if Task.of(row)._replace(lr=0.0) == task}
     rates = study.rates or (PRESETS[study.preset].training.lr,)
@@ -212,8 +213,8 @@ def goodness(row):
 
 
 def chosen(name, rows):
-    """The rows of a study by label and updates, in the order of its variants: those with the best learning rate. It is
-    the best in the mean over seeds, of the rates with the most of them; of equals, the first in the list."""
+    """The rows of a study with the best learning rate, by label and updates, in the order of its variants. The best
+    rate has the best mean over seeds, among those with the most seeds; ties go to the first in the list."""
     study, groups, best = STUDIES[name], collections.defaultdict(dict), {}
     for row in sorted((row for row in rows if row["study"] == name), key=lambda row: int(row["seed"])):
         groups[row["label"], int(row["updates"])].setdefault(float(row["lr"]), []).append(row)
@@ -225,7 +226,7 @@ def chosen(name, rows):
 
 
 def equal_time(name, speeds):
-    """Updates of each variant, by study and label, in the time that the study's updates take its clock."""
+    """The updates that each variant can make, by study and label, in the time that the clock takes for the study's."""
     study = STUDIES[name]
     seconds = {row["label"]: float(row["seconds"]) for row in speeds if row["study"] == name}
     clock = seconds.get(study.clock)
@@ -271,7 +272,7 @@ def measured(task, threads, folder, out):
         "machine": f"{platform.machine()}, {threads} threads",
         "command": shlex.join(["python", *task.command()]),
     }
-    # Of most curves the evaluations are enough, and the first loss, which --check repeats.
+    # Most curves keep only the evaluations and the first loss, which --check repeats.
     curve = [
         {"run": row["run"], **{key: made[key] for key in ("update", "loss", "evaluation_loss", "metric", "seconds")}}
         for i, made in enumerate(last["rows"])
@@ -281,7 +282,7 @@ def measured(task, threads, folder, out):
         {"run": row["run"], "size": size, "max_steps": depth or "", "solved": solved(size, depth, "test")}
         for size, depth in itertools.product(study.sizes, depths)
     ]
-    return {"curves": curve, "probes": probes, "runs": [row]}  # runs last: a row means that all of the run is there
+    return {"curves": curve, "probes": probes, "runs": [row]}  # runs last: a row means that the run is complete
 
 
 def prepared(preset, folder=None):
@@ -293,7 +294,7 @@ def prepared(preset, folder=None):
 
 
 def memory(name):
-    """The peak of an update at each number of steps, by the reversible solver and by a stored graph."""
+    """The peak memory of an update at each number of steps, with the reversible solver and with a stored graph."""
     study = STUDIES[name]
     for solver, depth in itertools.product(("reversible", "stored"), study.depths):
         model, loss = prepared(PRESETS[study.preset].changed({"max_steps": depth, "solver": solver}))
@@ -301,13 +302,13 @@ def memory(name):
         def update(model=model, loss=loss):
             torch.autograd.grad(loss(), list(model.parameters()))
 
-        update()  # what is allocated once only
+        update()  # makes the allocations that happen only once
         yield {"study": name, "solver": solver, "max_steps": depth, "bytes": peak_memory(update)}
 
 
 def speeds(name, folder, rounds=12):
-    """Seconds of an update of each variant by one processor, the fastest: programs that run beside it, and threads that
-    wait for each other, would favour the one or the other."""
+    """The shortest processor time of an update of each variant, on one thread: other load, and threads that wait for
+    each other, would affect variants differently."""
     study, updates, clock = STUDIES[name], {}, one_thread()
     for label, changes in study.variants.items():
         if "tune_every" in changes:
@@ -339,17 +340,17 @@ def check(results, folder, names):
             before, now = float(first[row["run"]]["loss"]), first_loss(row, folder)
             off = abs(now - before) / before
             others += off > 0
-            said = f"off by {off:.1e}: train it anew" if off else "the same"
+            said = f"off by {off:.1e}: train it again" if off else "the same"
             print(f"{name}, {label}: mean loss of {first[row['run']]['update']} updates {now:.7g}, {said}", flush=True)
     return others
 
 
 class Enough(Exception):
-    """There is a first line of metrics."""
+    """The first line of metrics has been recorded."""
 
 
 def first_loss(row, folder):
-    """With as many threads as the row's training had."""
+    """The first loss of a training, with as many threads as the row's training had."""
     task, threads, found = Task.of(row), torch.get_num_threads(), []
 
     def stop(metrics):
@@ -391,18 +392,18 @@ def read(results, name):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, nargs="?", metavar="DIR", help="with wikitext-2, gpt2 and CIFAR-10")
+    parser.add_argument("data", type=Path, nargs="?", metavar="DIR", help="a folder with wikitext-2, gpt2 and CIFAR-10")
     parser.add_argument("--study", choices=STUDIES, action="append", help="one or more (default: all)")
-    parser.add_argument("--label", action="append", help="only variants whose label begins like this")
+    parser.add_argument("--label", action="append", help="only variants whose label starts with this")
     parser.add_argument("--seeds", type=int, default=3)
     budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--updates", type=int, help="of each training (default: what the study says)")
+    budget.add_argument("--updates", type=int, help="updates of each training (default: the study's)")
     budget.add_argument("--equal-time", action="store_true", help="as many updates as the same time allows")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time, which share the cores")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings to run in parallel, which share the cores")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument("--runs", type=Path, default=Path("runs") / "evidence", help="default: %(default)s")
-    parser.add_argument("--report", action="store_true", help="only the page, of the rows that there are")
+    parser.add_argument("--report", action="store_true", help="only write the page, from the existing rows")
     parser.add_argument("--check", action="store_true", help="only repeat the first updates of each variant")
     arguments = parser.parse_args()
     names, results = arguments.study or list(STUDIES), arguments.results
@@ -432,7 +433,7 @@ def train_all(arguments, names):
         try:
             subprocess.run(words, env=environment, check=True, timeout=None if left == float("inf") else left)
         except subprocess.TimeoutExpired:
-            print("out of time: call again to go on")
+            print("out of time: run this again to resume")
             return
         made = measured(task, threads, folder, arguments.runs / task.name)
         with writing:

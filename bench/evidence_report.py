@@ -1,7 +1,7 @@
-"""The page of what evidence.py trained: page.md with tables and numbers of the CSV files in it, and its pictures.
+"""Writes the page about the trainings of evidence.py: page.md with tables and numbers from the CSV files, and pictures.
 
 In page.md, {maze} is the table of the study maze, {maze_steps} that of its first variant by the number of steps,
-{program} that of TRM (bench/looped.py), and what else is in braces is a number of `facts`.
+{program} that of TRM (bench/looped.py), and everything else in braces is a number from `facts`.
 """
 
 import collections
@@ -17,7 +17,7 @@ BLUE, ORANGE, GREY = "#1f6fb4", "#d9730d", "#8a8f98"
 
 
 class Tables:
-    """The CSV files of a folder. Rows of stale runs are refused."""
+    """The CSV files of a folder. Exits if rows are stale."""
 
     def __init__(self, results):
         self.runs, self.memory, self.speeds = (read(results, name) for name in ("runs", "memory", "speeds"))
@@ -29,7 +29,7 @@ class Tables:
             raise SystemExit("\n".join(["the rows cannot be reported as they are:", *found]))
 
     def shares(self, rows, size, depth):
-        """Of puzzles that each run solves, in percent; a network without steps has the same at every depth."""
+        """The percentage of puzzles that each run solves. A network without steps has the same at every depth."""
         found = [
             self.solved.get((row["run"], size, str(depth)), self.solved.get((row["run"], size, ""))) for row in rows
         ]
@@ -52,7 +52,7 @@ class Tables:
 
 
 def stale(rows):
-    """What is wrong with rows, in sentences: nothing, if each is the only one of its training, by today's command."""
+    """What is wrong with rows, as sentences: duplicates, and those whose training has another command by now."""
     count = collections.Counter(map(Task.of, rows))
     for row in rows:
         task = Task.of(row)
@@ -72,7 +72,7 @@ def markdown(header, rows):
 
 
 def span(shares):
-    """From the worst to the best, not rounded towards each other."""
+    """The range from the worst to the best, rounded outwards."""
     low, high = math.floor(min(shares)), math.ceil(max(shares))
     return f"{low} to {high} %" if low < high else f"{low} %"
 
@@ -107,7 +107,7 @@ def puzzle_table(tables, name):
 
 
 def steps_table(tables, name):
-    """Solved puzzles of each size by the number of steps, and the peak of an update with as many."""
+    """Solved puzzles of each size by the number of steps, and the peak memory of an update with as many."""
     study, group = STUDIES[name], next(iter(chosen(name, tables.runs).values()))
     rows = [
         [sized(study, size), *(percent(tables.shares(group, size, n)) for n in study.depths)] for size in study.sizes
@@ -139,7 +139,7 @@ LOOPS = {
 
 
 def program_table(results):
-    """Sudokus that TRM solves after so many updates with each loop, and what these take."""
+    """Sudokus that TRM solves with each loop by the number of updates, and the time and memory of training."""
     measured = [row for path in sorted(results.parent.glob("*/looped.csv")) for row in table.read(path)]
     found = collections.defaultdict(list)
     for row in measured:
@@ -165,7 +165,7 @@ RANDOM = [label for label in STUDIES["maze"].variants if "random" in label]
 
 
 def facts(tables):
-    """Of mazes: the largest with the most steps. Of texts and images: the best of a family, with the same time."""
+    """For mazes: the largest with the most steps. For text and images: the best of a family, with the same time."""
     study = STUDIES["maze"]
     size, depth = study.sizes[-1], study.depths[-1]
     of = {label: tables.shares(rows, size, depth) for (label, _), rows in chosen("maze", tables.runs).items()}

@@ -1,18 +1,18 @@
-"""Puzzles of mixed sizes in one batch: what it saves to let each of them stop by itself.
+"""Puzzles of mixed sizes in one batch: what is saved if each of them stops separately.
 
     python -m revdeq train maze-tiny --out runs/bench/maze-tiny      # once, 16 minutes of a core
     python bench/examples.py
 
-The models were trained on strings of 16 bits and on mazes of 4 x 4 cells. A batch has as many strings of 8 to 64 bits,
-or mazes of 4 to 12 cells, of each size, in the space of the largest: f leaves what is outside of a puzzle at 0, as its
-convolutions have it, so that a puzzle is solved as it would be alone. Measured in turns:
+The models were trained on strings of 16 bits and on mazes of 4 x 4 cells. A batch has equally many puzzles of each
+size, strings of 8 to 64 bits or mazes of 4 to 12 cells, padded to the largest. f keeps the padding at 0, like the
+padding of its convolutions, so that a puzzle is solved as if it were alone. Measured, interleaved:
 
-all steps              every puzzle takes the steps that the hardest may need
+all steps              every puzzle takes as many steps as the hardest may need
 whole batch            all of them stop when the change of the batch is small
-per example            each stops by itself, and f is evaluated for all until the last one has
-per example, compact   f is given only those that still move
+per example            each stops separately, and f is evaluated for all until the last one stops
+per example, compact   f is evaluated only for those that have not stopped
 
-The clock is the processor's, of one thread. A puzzle is solved if every position is right.
+Times are processor time of one thread. A puzzle is solved if every position is right.
 """
 
 import time
@@ -42,11 +42,11 @@ KINDS = {
     "prefix sums": ("prefix-tiny", lambda size: PrefixSums(bits=size), range(8, 65, 8), 40, "bits"),
     "mazes": ("maze-tiny", lambda size: Mazes(cells=size), range(4, 13), 80, "cells"),
 }
-"""The preset, what makes puzzles of a size, the sizes, the largest number of steps, and what sizes count."""
+"""The preset, a function that generates puzzles, their sizes, the largest number of steps, and the unit of sizes."""
 
 
 def model_of(preset, quick):
-    """As it was trained, and None if that has to be done first."""
+    """The trained model, or None if it has to be trained first."""
     if quick:
         return configured(preset).build(**KINDS_OF[preset]).eval()
     if preset == "prefix-tiny":  # a minute, once
@@ -59,7 +59,7 @@ KINDS_OF = {"prefix-tiny": {"features": 1, "dimensions": 1}, "maze-tiny": {"feat
 
 
 def batch_of(make, sizes, each):
-    """Inputs, targets and where they are, in the space of the largest, and the size of each puzzle."""
+    """Padded inputs, targets and masks, and the size of each puzzle."""
     generator = torch.Generator().manual_seed(3)
     made = [make(size).made(each, generator) for size in sizes]
     space = made[-1][1].shape[1:]
@@ -77,7 +77,7 @@ def batch_of(make, sizes, each):
 
 
 def solver(model, inputs, inside, max_steps):
-    """A function of options that solves the batch: the solution, and what the model answers."""
+    """A function of options that solves the batch, and returns the solution and the model's answers."""
     block = model.equilibrium.f
 
     def f(z, x, inside):
@@ -124,7 +124,7 @@ def measured(kind, table, quick, clock):
                 ("solved", [share]),
             ):
                 table.add(f"examples, {kind}", way, max_steps, quantity, values)
-    # Of more puzzles, since a histogram needs them.
+    # With more puzzles, for a histogram.
     inputs, _, inside, of = batch_of(make, sizes, 2 if quick else 40)
     taken = solver(model, inputs, inside, max_steps)(**WAYS["per example, compact"])[0].steps
     for size in sizes:
@@ -137,7 +137,7 @@ def measured(kind, table, quick, clock):
 
 
 def main():
-    table, quick = options(__doc__, "small puzzles, by models that were not trained")
+    table, quick = options(__doc__, "small puzzles and untrained models")
     clock = one_thread()
     for kind in KINDS:
         measured(kind, table, quick, clock)

@@ -2,11 +2,11 @@
 
     make gpu                  # less than twenty minutes: doctor, the tests, the benchmarks
     make gpu QUICK=1          # a few minutes
-    nohup make gpu &          # as long as it takes, whether or not you stay
+    nohup make gpu &          # keeps running if you log out
 
 Each part has its own log. If one fails or times out, the others still run; if all of it is stopped (SIGINT, SIGTERM),
-what there is is kept. Its last line says whether the package can be trusted on this machine. It also runs without a
-GPU, and says so.
+the results so far are kept. The last line says whether the package can be trusted on this machine. Without a GPU, it
+says so and runs on the CPU.
 """
 
 import argparse
@@ -34,11 +34,11 @@ TOOLS = {"nvidia-smi": ["-q"], "rocm-smi": ["--showallinfo"], "xpu-smi": ["disco
 
 
 LONGEST = 19 * 60
-"""Seconds for all parts together. Those that come late get what is left."""
+"""Seconds for all parts together. Later parts get what is left."""
 
 
 def parts(quick, out):
-    """Commands by name, with a timeout in seconds. First what tells most."""
+    """Commands by name, with a timeout in seconds. The most informative come first."""
     bench = [sys.executable, str(ROOT / "bench/run.py"), "--out", str(out / "bench"), *["--quick"] * quick]
     chosen = {
         "doctor": ([sys.executable, "-m", "revdeq", "doctor", "--json"], 300),
@@ -93,7 +93,7 @@ def interrupt(number, frame):
 
 
 def examined(out):
-    """What doctor found, if it did, which is also written as it prints it."""
+    """The findings of the doctor, if it finished. They are also written to a file as text."""
     with contextlib.suppress(OSError, ValueError):
         report = json.loads((out / "doctor.txt").read_text().splitlines()[-1])
         lines = [f"{about:<18} {finding['text']}" for about, finding in report["findings"].items()]
@@ -104,13 +104,13 @@ def examined(out):
 
 
 def shares(report):
-    """Of a copy's bandwidth, by kernel, of the first device."""
+    """The share of a copy's bandwidth by kernel, on the first device."""
     rates = next((f["numbers"]["bytes_per_second"] for a, f in report["findings"].items() if "bandwidth" in a), {})
     return {name: rate / rates["copy"] for name, rate in rates.items() if name != "copy"}
 
 
 def trusted(is_gpu, report, ended):
-    """Whether results on this machine are right, in one line."""
+    """Whether results on this machine are correct, in one line."""
     if not is_gpu:
         return "not known: torch finds no GPU here"
     if report is None:
@@ -168,7 +168,7 @@ def main():
             summary["parts"][part] = {"how": ended[part], "seconds": seconds}
             print(f"{ended[part]}, {seconds} s", flush=True)
     except KeyboardInterrupt:
-        print("interrupted: what there is is kept", flush=True)
+        print("interrupted: the results so far are kept", flush=True)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,10 +1,10 @@
-"""What a host spends on a half-step before a GPU hears of it: Triton compiles and launches, but its driver is a stub.
+"""The host's time for launching a half-step: Triton compiles and launches, but its driver is a stub.
 
     python bench/launch.py
 
-It needs no GPU. It times a half-step that Triton launches, one of a kernel that was compiled before, and torch's own
-add_ of 16 numbers on the CPU, the least that an operation of torch costs here. Triton's own launcher is in these times,
-where this Triton has it in Python, up to its call of C; what is left out, C and the driver, is added as an estimate.
+It needs no GPU. It times a half-step launched by Triton, one launched from our cache, and torch's add_ of 16 numbers on
+the CPU, the cheapest operation of torch. The times include Triton's launcher up to its call into C, if this Triton has
+it in Python. The rest, C and the driver, is added as an estimate.
 """
 
 import statistics
@@ -23,12 +23,12 @@ import gpu_targets
 N = 5000
 
 DRIVER = 2.0
-"""Microseconds: an estimate, and measured nowhere here. What unpacking a kernel's arguments in C and the driver's
-cuLaunchKernelEx take, if the GPU's queue is not full."""
+"""An estimate in microseconds, not measured here, for unpacking a kernel's arguments in C and the driver's
+cuLaunchKernelEx, if the GPU's queue is not full."""
 
 
 def half_steps():
-    """By name, functions that take one."""
+    """Functions that take a half-step, by name."""
     from revdeq.kernels import Coefficients, Radix, gpu, gpu_exact
 
     f, adjoint, vjp = torch.zeros(N), torch.zeros(N), torch.zeros(N)
@@ -85,13 +85,13 @@ def main():
 
 
 def with_tritons_launcher(driver, patch):
-    """Lets the driver be called as a GPU's is. Returns how far that goes."""
+    """Call the driver's stub through Triton's launcher, if possible. Returns whether, in words."""
     from triton.backends.nvidia import driver as nvidia
 
     driver.calls = Nowhere()
-    if not hasattr(nvidia, "annotate_arguments"):  # before 3.7 it is compiled, together with the calls of the driver
+    if not hasattr(nvidia, "annotate_arguments"):  # before 3.7 it was compiled together with the driver's calls
         return "without Triton's launcher"
-    for name in ("annotate_arguments", "make_kernel_signature"):  # once for each kernel, and in C
+    for name in ("annotate_arguments", "make_kernel_signature"):  # called once per kernel, and in C
         patch.setattr(nvidia, name, lambda signature: None)
     driver.launcher_cls, driver.launch = nvidia.CudaLauncher, lambda *arguments: None
     return "with Triton's launcher"

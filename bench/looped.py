@@ -6,15 +6,15 @@
     pip install einops pydantic
     python bench/looped.py TinyRecursiveModels HRM recurrent-pretraining    # about half an hour; or some of them
 
-The models are made of the code in the checkouts, at a size for a CPU, and trained by their own losses on data that is
-made on the fly: 4 x 4 sudokus for TRM and HRM, with their carries and their halting, and lists to be sorted for Huginn.
-Only the loop itself is exchanged. Nothing is fetched; flash attention is torch's own, and of transformers only the
-names are needed. What the table has already is not measured again.
+The models are built from the code in the checkouts, at a size for a CPU, and trained with their own losses on generated
+data: 4 x 4 sudokus for TRM and HRM, with their carries and their halting, and lists to sort for Huginn. Only the loop
+is replaced. Nothing is downloaded; torch's attention replaces flash attention, and stubs replace transformers. Rows
+that the table already has are not measured again.
 
-gradient error: against a stored graph of the same iteration, relative. cosine: of the gradient to that of a stored
-graph of their loop, all of it. growth: of the adjoint. memory and time (the processor's, in turns): of a forward and a
-backward pass. right and solved: the share of what was to be filled in, and of whole examples without a mistake, after
-so many updates, for each seed; seconds: of the processor until then.
+gradient error: against a stored graph of the same iteration, relative. cosine: between the gradient and that of a
+stored graph of their whole loop. growth: of the adjoint. memory and time (processor time, interleaved): of a forward
+and a backward pass. right and solved: the share of cells that are right, and of examples without a mistake, by the
+number of updates, for each seed. seconds: processor time until then.
 """
 
 import argparse
@@ -38,10 +38,10 @@ from revdeq.examples.recursive import grids, puzzles
 
 WIDTH, HEADS, BATCH = 64, 4, 32
 LOOPS, DEEP = 4, 16
-"""Cycles of TRM and HRM, and four times as many passes of Huginn's block: for learning, and for what depth costs."""
+"""Cycles of TRM and HRM in training, and for the cost of depth. Huginn's block makes four times as many passes."""
 DAMPED = {"beta": 0.5, "gamma": 0.25}
 ADJOINT = [None]
-"""Of the last solve."""
+"""The growth of the adjoint in the last solve."""
 
 
 def noted(solution):
@@ -108,7 +108,7 @@ ITERATIONS = {
 
 
 def same_iteration(options):
-    """In a stored graph, with a state in float64."""
+    """The same iteration in a stored graph, with a float64 state."""
     return lambda f, z, x, loops: revdeq.baselines.stored_graph(f, z, x, max_steps=loops // 2, **options)
 
 
@@ -136,8 +136,8 @@ class Cycle:
 
 
 class Sudoku:
-    """TRM, whose inner model is called by a wrapper of theirs, which halts, and that by a loss of theirs. It has an MLP
-    in the place of attention, as with its authors' sudokus."""
+    """TRM. Its loss calls its wrapper, which halts, and that calls the inner model. It has an MLP instead of attention,
+    as its authors use for sudokus."""
 
     thoughts, segments, rate, updates = 2, 4, 2e-3, (50, 100, 150)
     positions = "none"
@@ -157,7 +157,7 @@ class Sudoku:
             self.inner.forward = self.looped(loop, loops)
 
     def looped(self, loop, loops):
-        """What takes the place of their forward pass."""
+        """The replacement of their forward pass."""
         inner = self.inner
 
         def forward(carry, batch):
@@ -216,11 +216,11 @@ class CoreBlock:
 
 
 class Sorting:
-    """Huginn: digits, a separator, and the digits in order, of which it predicts the next."""
+    """Huginn predicts the next token of digits, a separator, and the sorted digits."""
 
     digits, back, rate, updates = 8, 4, 1e-3, (50, 100, 150)
     learnt = OWN, "stored graph of their loop", "reversible, gamma 1", "revdeq.loop"
-    """back: the passes that have a gradient in their own loop, of as many as asked for."""
+    """back: the number of passes that have a gradient in their own loop."""
 
     def __init__(self, module, name, loops, loop):
         code = importlib.import_module(module)
@@ -254,7 +254,7 @@ class Sorting:
         return self.model(**batch, num_steps=self.steps).loss
 
     def start_anew(self):
-        """Nothing is carried."""
+        """There is no carry."""
 
     def solved(self, count=200):
         batch = self.batch(count)
@@ -264,7 +264,7 @@ class Sorting:
 
 
 def shares(logits, labels, asked):
-    """Of what was asked for, and of whole examples, those that are right."""
+    """The share of cells that are right, and of examples without a mistake."""
     right = logits.argmax(-1) == labels
     return right[asked].float().mean().item(), (right | ~asked).all(1).float().mean().item()
 
@@ -274,7 +274,7 @@ PROGRAMS = {
     "HRM": (HierarchicalSudoku, "models.hrm.hrm_act_v1", "HierarchicalReasoningModel_ACTV1", 1),
     "Huginn": (Sorting, "recpre.raven_modeling_minimal", "RavenForCausalLM", 4),
 }
-"""The last number: passes of f that stand for a cycle."""
+"""The last number is the number of passes of f per cycle."""
 
 
 def program_in(checkout):
@@ -286,7 +286,7 @@ def program_in(checkout):
 
 @contextlib.contextmanager
 def importing(checkout):
-    """From there, and what their code needs of packages that are not for a CPU, or only for a hub."""
+    """Import from a checkout, with stubs for packages that need a GPU or a model hub."""
     before = set(sys.modules)
     sys.path.insert(0, str(checkout))
     sys.modules["flash_attn"] = types.SimpleNamespace(flash_attn_func=attention)
@@ -349,7 +349,7 @@ class Measured:
         return program
 
     def gradient(self, loop, loops):
-        """Of the first update, with the same weights and data for all loops; and the growth of the adjoint."""
+        """The gradient of the first update, with the same weights and data for all loops; and the adjoint's growth."""
         program, ADJOINT[0] = self.made(loop, loops), None
         program.loss(program.batch()).backward()
         grads = [p.grad.flatten() for p in program.model.parameters() if p.grad is not None]

@@ -1,10 +1,10 @@
-"""Text with a tolerance: each position by its own number of evaluations.
+"""Text with a tolerance: each position takes its own number of evaluations.
 
     REVDEQ_DATA=DIR python bench/positions.py
 
-The model is `wikitext2-tiny`, trained as bench/trained.py does it, with a tolerance for every position or with N steps
-for all. Printed are the mean number of evaluations of a position, the perplexity of validation text, and the tokens per
-second of decoding that text with caches, of 1 and of 8 texts at once, whose logits are the same: processor time on one
+The model is `wikitext2-tiny`, trained as in bench/trained.py, with a tolerance for every position or with N steps for
+all. It prints the mean number of evaluations of a position, the perplexity of validation text, and the tokens per
+second of decoding that text with caches, for 1 and for 8 texts at once, with the same logits: processor time on one
 thread, interleaved. A batch takes as many steps as the slowest of its positions.
 """
 
@@ -39,7 +39,7 @@ def model_and_text(batches):
 
 @torch.no_grad()
 def perplexity(model, batches, tol):
-    """Of the batches, and the mean number of evaluations of a position."""
+    """The perplexity of the batches, and the mean number of evaluations of a position."""
     losses, evaluations = [], []
     for batch in batches:
         logits = model(batch.inputs, tol=tol)

@@ -3,10 +3,10 @@
     python bench/predict.py
 
 Bytes per element are those of the kernels' budgets, which the tests compare with the machine code. Instructions are
-counted in the machine code itself, compiled here for each GPU, on the way that a full block takes. Each of four limits
-gives a time, and the longest decides: the memory's bandwidth, the instructions that can be issued, those of float64 and
-those of the integer units. That they overlap perfectly, and that the full bandwidth and the boost clock are reached, is
-assumed: a copy reaches nine tenths of the bandwidth or so. What `make bench` measures on a GPU replaces this.
+counted in the machine code, compiled here for each GPU, on the path of a full block. Each of four limits gives a time,
+and the longest counts: memory bandwidth, instruction issue, float64 instructions and integer instructions. This assumes
+that they overlap perfectly, and that the full bandwidth and the boost clock are reached; a copy reaches about nine
+tenths of the bandwidth. On a GPU, the measurements of `make bench` replace this.
 """
 
 import functools
@@ -26,7 +26,7 @@ LIMITS = ("bandwidth", "issue", "float64", "integers")
 
 @dataclass(frozen=True)
 class Rates:
-    """Of a multiprocessor, results per clock: instructions issued (its schedulers times 32), float64 arithmetic,
+    """Results per clock of a multiprocessor: instructions issued (its schedulers times 32), float64 arithmetic,
     conversions from and to types of 64 bits, and integer arithmetic without multiplications."""
 
     issue: int
@@ -79,7 +79,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Work:
-    """For an element: bytes, and instructions, all of them and of three classes."""
+    """Per element: bytes, all instructions, and instructions of three classes."""
 
     moved: float
     issued: float
@@ -97,7 +97,7 @@ def work(kernel, target):
         LAUNCHES[kernel]()
     budget = BUDGETS[kernel]
     way = executed(compiled[0], budget.passes(compiled[0]))
-    if target.startswith("gfx"):  # scalar instructions have units of their own
+    if target.startswith("gfx"):  # scalar instructions have separate units
         way = [it for it in way if not it.opcode.startswith("s_")]
     counts = [
         len(way),
@@ -109,7 +109,7 @@ def work(kernel, target):
 
 
 def seconds(work, gpu):
-    """For an element, by each limit."""
+    """Per element, by each limit."""
     rates, clocks = RATES[gpu.target], gpu.multiprocessors * gpu.clock
     float64 = work.arithmetic / rates.float64 + work.conversions / rates.conversions
     return {
@@ -125,7 +125,9 @@ def main():
     if gpu_targets.missing:
         print(f"No predictions: {gpu_targets.missing}")
         return
-    print("\nPREDICTED, at the published rates, f in float32: ps for an element, with what limits it, if not bandwidth")
+    print(
+        "\nPREDICTED, at the published rates, f in float32: ps per element, with the limit if it is not the bandwidth"
+    )
     print(f"  {'':12}" + "".join(f"{kernel:>24}" for kernel in KERNELS))
     for name, gpu in GPUS.items():
         if quick and name != "H100":

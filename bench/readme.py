@@ -351,7 +351,7 @@ def predicted(numbers):
         cells.append("either" if 0.95 < faster < 1.05 else f"exact, {faster:.1f}x" if faster > 1 else "float64")
         rows.append(cells)
     names = [f"{state} {kernel}" for state in ("float64", "exact") for kernel in PREDICTED]
-    return markdown(["**predicted**, ps for an element", *names, "faster state"], rows)
+    return markdown(["**predicted**, ps per element", *names, "faster state"], rows)
 
 
 TABLES = {

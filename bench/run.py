@@ -1,9 +1,9 @@
-"""Every benchmark, into bench/results/<device>/: one table (results.csv), plots, and the machine they were made on.
+"""Runs all benchmarks. Writes a table (results.csv), plots and a description of the machine to bench/results/<device>/.
 
 make bench                 # all of it: under ten minutes on two cores
 make bench ONLY=update     # one of update, launch, host, step, breakdown, predict, convergence, decode,
                            # examples, positions
-make bench QUICK=1         # a minute, into a table of its own (quick.csv)
+make bench QUICK=1         # a minute, into a separate table (quick.csv)
 """
 
 import argparse
@@ -55,7 +55,7 @@ BENCHMARKS = {
     "examples": ("examples, ", "steps taken, "),
     "positions": ("positions, ",),
 }
-"""How the names of a part's benchmarks begin."""
+"""The prefixes of the names of a part's benchmarks."""
 
 
 def machine():
@@ -72,8 +72,8 @@ def machine():
 
 
 def merge(path, measured, finished=()):
-    """What was measured replaces the rows of an earlier run, and all rows of the parts that have finished. A row that
-    belongs to no part is of a benchmark that no longer exists, and is dropped."""
+    """Measurements replace the rows of an earlier run, and all rows of the parts that have finished. Rows that belong
+    to no part are dropped: their benchmark no longer exists."""
     again = {row.benchmark for row in measured}
     others = tuple(start for part, starts in BENCHMARKS.items() if part not in finished for start in starts)
     earlier = table.read(path) if path.exists() else []
@@ -89,7 +89,7 @@ def main():
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     results = arguments.out / ("quick.csv" if arguments.quick else "results.csv")
-    # What is measured on a GPU replaces what is predicted of it.
+    # On a GPU, measurements replace predictions.
     parts = [arguments.only] if arguments.only else [p for p in PARTS if p != "predict" or table.device().type == "cpu"]
     start, finished, failed, took = time.perf_counter(), [], [], []
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """What schedules and learnt coefficients are worth in training, with few evaluations of f.
 
     python bench/schedules.py DIR        # holds wikitext-2, gpt2 and CIFAR-10; an hour of one core, can be interrupted
-    python bench/schedules.py            # only the table, of the rows that there are
+    python bench/schedules.py            # only prints the table of the existing rows
 
 constant: beta .8 and gamma 1, as in the presets. schedule: found anew for every half-step, at the beginning and halfway
 through. learnt: a pair for every half-step, parameters like all others. On text, two learning
@@ -38,7 +38,7 @@ SCALES = (1, None, None, 1)
 
 
 def trainings(rows):
-    """What is to be done, one after the other, as far as the rows say which rate is the better one."""
+    """The next trainings, as far as the rows determine the better rate."""
     for name, seed, evaluations, kind in itertools.product(STUDIES, SEEDS, EVALUATIONS, COEFFICIENTS):
         rates = STUDIES[name][2] if seed == 0 else [better(rows, name, kind, evaluations)]
         yield from ((name, kind, evaluations, lr, seed) for lr in rates)
@@ -49,7 +49,7 @@ def key(row):
 
 
 def better(rows, name, kind, evaluations):
-    """The rate with the smallest mean loss, of those with the most seeds: one seed would be a lottery."""
+    """The rate with the smallest mean loss, among those with the most seeds: one seed is too noisy."""
     tried = collections.defaultdict(list)
     for row in rows:
         if key(row)[:3] == (name, kind, evaluations):
@@ -118,7 +118,7 @@ def main():
     parser.add_argument("data", type=Path, nargs="?", metavar="DIR", help="with wikitext-2, gpt2 and CIFAR-10")
     folder = parser.parse_args().data
     if folder is not None:
-        warnings.simplefilter("ignore", revdeq.ConvergenceWarning)  # of few evaluations, which are what is asked
+        warnings.simplefilter("ignore", revdeq.ConvergenceWarning)  # expected with few evaluations
         torch.set_num_threads(1)
         presets = {name: PRESETS[name].changed(settings) for name, (settings, *_) in STUDIES.items()}
         sets = {name: load(preset.data, folder, preset.settings) for name, preset in presets.items()}

@@ -105,7 +105,7 @@ class Table:
 
 
 def options(description: str, quick: str) -> tuple[Table | None, bool]:
-    """What every part of the benchmarks is called with: a table to add to, and whether to be quick."""
+    """The options of every benchmark: a table to add to, and whether to be quick."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=Path, help="the CSV to add the measurements to")
     parser.add_argument("--quick", action="store_true", help=quick)

@@ -1,9 +1,9 @@
-"""The half-steps, as the solver calls them, against unfused PyTorch and against a plain copy of the same bytes.
+"""The half-steps, as the solver calls them, compared with unfused PyTorch and with a plain copy of the same bytes.
 
     pytest bench/test_update.py
 
 A provider is timed only after its result has been checked against the reference. pytest-benchmark's own table
-has the fused half-step; for the table of ratios at its end all providers take turns.
+has only the fused half-step; the table of ratios after it is from interleaved runs of all providers.
 """
 
 import functools
@@ -24,8 +24,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # the compiler's own
 PART = 2**18
 LARGE = 2**20
-"""Elements up to which a quick run goes, and beyond which there are fewer rounds."""
-NOTHING_TO_COMPARE = "not the result of the reference: there is nothing to compare"
+"""The largest size of a quick run. Larger sizes have fewer rounds."""
+NOTHING_TO_COMPARE = "the result differs from the reference, so its time means nothing"
 
 
 def data(n, dtype):
@@ -39,7 +39,7 @@ def data(n, dtype):
 
 
 def in_parts(*tensors):
-    """Whose temporaries fit the cache: what is checked takes less time than what is measured."""
+    """Parts whose temporaries fit into the cache, so that checks take less time than measurements."""
     return zip(*(x.split(PART) for x in tensors), strict=True)
 
 
@@ -54,7 +54,7 @@ def copying(bytes_read):
 
 @functools.cache
 def compiles(dtype):
-    """Where a GPU only emulates bfloat16, torch.compile leaves a function as it is."""
+    """Whether torch.compile compiles functions of a dtype. If a GPU only emulates bfloat16, it does not."""
     if dtype != torch.bfloat16 or DEVICE.type != "cuda":
         return True
     return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -76,7 +76,7 @@ def in_place_forward(state, f, copy):
 
 
 def forward(n, dtype):
-    """The providers, checked, and the bytes that one has to move."""
+    """The providers, whose results are checked, and the bytes that each must move."""
     state, f, copy, *_ = data(n, dtype)
     expected, expected_copy = state.clone(), torch.empty_like(copy)
     for x, g, c in in_parts(expected, f, expected_copy):
@@ -156,8 +156,8 @@ def backward(n, dtype):
 
 
 def exact_half_step(x, f, copy, operation, *more):
-    """A half-step of the integer state, compared with its reference. It is always the first one, so that no
-    remainder is put aside: what its bits become by repetition does not change the time."""
+    """A half-step of the integer state, checked against its reference. It is always the first one, so that no remainder
+    is spilled. Its bits become meaningless by repetition, which does not change the time."""
 
     def call(half_step, f, *more):
         half_step.done = 0 if operation == "relax" else 1
@@ -189,7 +189,7 @@ def test_half_step(benchmark, table, quick, direction, dtype, exponent):
     if quick and n > LARGE:
         pytest.skip("left out of a quick run")
     if dtype == "bfloat16" and exponent not in (14, 22):
-        pytest.skip("in bfloat16 some sizes, for want of time")
+        pytest.skip("bfloat16 is measured at two sizes only, to save time")
     providers, bytes_moved = DIRECTIONS[direction](n, DTYPES[dtype])
     if not compiles(DTYPES[dtype]):
         del providers["torch.compile"]

@@ -1,7 +1,7 @@
-"""Blocks as the presets for two cores train them, the transformer with 8 sequences in a batch, and what they see of
-real data.
+"""Blocks trained by the presets for two cores (the transformer with batches of 8 sequences), and their inputs for real
+data.
 
-They are trained once, for some minutes, with the data in REVDEQ_DATA, and kept in runs/bench.
+They are trained once, in some minutes, with the data in REVDEQ_DATA, and saved in runs/bench.
 """
 
 import itertools
@@ -19,7 +19,7 @@ SETTINGS = {"cifar10-tiny": {"updates": 300}, "wikitext2-tiny": {"updates": 300,
 PRESETS = {"trained conv block": "cifar10-tiny", "trained transformer block": "wikitext2-tiny"}
 EXAMPLES = {"trained conv block": 32, "trained transformer block": 8}
 SCALE = 2
-"""Of the four of the image model: 32 channels, 8 by 8 pixels, two steps in training."""
+"""The scale of the image model that is used: 32 channels, 8 by 8 pixels, two steps in training."""
 
 
 def available() -> list[str]:
@@ -32,7 +32,7 @@ def available() -> list[str]:
 def trained(block: str, batches: int = 1) -> tuple[torch.nn.Module, list[torch.Tensor]]:
     """f, in evaluation mode, and its x for batches of validation data."""
     data, out = Path(os.environ["REVDEQ_DATA"]), RUNS / PRESETS[block]
-    # Once; and if the preset has become another, the run of before is refused.
+    # Trained once. If the preset has changed, the saved run is rejected.
     preset = configured(PRESETS[block], SETTINGS[PRESETS[block]])
     train(preset, data, out, resume=True, device="cpu")
     found = restored(out / "last.pt", data)

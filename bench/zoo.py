@@ -1,17 +1,17 @@
-"""The programs of torchdeq's own deq-zoo that run on a CPU, with torchdeq's solvers and with ours.
+"""Runs the programs of torchdeq's deq-zoo that work on a CPU, with torchdeq's solvers and with ours.
 
     git clone https://github.com/locuslab/torchdeq
     pip install configargparse networkx pyyaml scikit-learn scipy termcolor yacs
     python bench/zoo.py torchdeq                    # some minutes; --data DIR has CIFAR-10's binary files
 
-Each program runs as it is in the checkout, in a process of its own, with `import revdeq.torchdeq` before its first line
-and `--core reversible` on its command line. Nothing is fetched: images, sounds and videos are made up (and CIFAR-10
+Each program runs unchanged in its own process, with `import revdeq.torchdeq` before its first line and
+`--core reversible` on its command line. Nothing is downloaded: images, sounds and videos are generated (and CIFAR-10
 without --data), and packages that only report or draw are replaced by dummies. Every solver makes the same number of
 evaluations of f in the forward pass, with no tolerance, except that torchdeq's gradients evaluate f a few times more.
 
 evaluations: of f in a forward pass of training, statistics included. loss: the mean of the last quarter of the updates.
-time: the processor's, the median of the updates. memory: the most bytes in tensors at a time, in three updates in
-another process.
+time: processor time, the median of the updates. memory: the peak of bytes in tensors, in three updates in another
+process.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from revdeq._device import peak_memory
 
 @dataclass
 class Program:
-    """own: the flags that its authors run it with. small: what makes it quick."""
+    """own: the flags that its authors use. small: flags that make it fast."""
 
     script: str
     evaluations: int
@@ -89,12 +89,12 @@ DUMMIES = (
 
 
 def run(checkout, name, solver, data, out, only_memory):
-    """In the child: the program, until it has made its updates."""
+    """In the child process: run the program until it has made its updates."""
     program = PROGRAMS[name]
     script = checkout / "deq-zoo" / program.script
     record = Record(3 if only_memory else program.updates)
     prepare(data)
-    if "pandas" in script.read_text():  # which others would find, and use
+    if "pandas" in script.read_text():  # other packages would find it, and use it
         sys.modules["pandas"] = mock.MagicMock(__spec__=ModuleSpec("pandas", None))
     words = f"{program.own} --f_max_iter {program.evaluations} --b_max_iter {program.evaluations} --f_tol 0 --b_tol 0 "
     words += f"{SOLVERS[solver]} {program.small.format(folder=script.parent)}"
@@ -171,7 +171,7 @@ class Record:
 
 
 def prepare(data):
-    """What the programs expect of a machine with a GPU, their data and all of their packages."""
+    """Fake what the programs expect: a GPU, their data and all of their packages."""
     import builtins
     import logging
 
@@ -185,7 +185,7 @@ def prepare(data):
     torchdeq.utils.add_deq_args = add_all_args
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     torch.cuda.memory_allocated = lambda *args: 0
-    torch.autograd.set_detect_anomaly = lambda *args: None  # train_audio.py does, which takes most of the time
+    torch.autograd.set_detect_anomaly = lambda *args: None  # train_audio.py uses it, and it takes most of the time
     np.int = int
     builtins.params_count = lambda model: None  # train_IGNN_chains.py does not import it
     for name in DUMMIES:
@@ -216,7 +216,7 @@ def cifar(data, train):
 
 
 def measured(checkout, name, solver, data):
-    """In two children, one of which is only watched for its memory."""
+    """Run the program in two child processes, one of them only to measure its memory."""
     here, row = Path(__file__).resolve().parent, {}
     paths = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "TQDM_DISABLE": "1"}
@@ -227,7 +227,7 @@ def measured(checkout, name, solver, data):
             command += ["--out", str(out), *(["--data", str(data)] if data else [])]
             child = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
             if not out.exists():
-                raise RuntimeError((child.stderr.strip().splitlines() or ["it ended without a word"])[-1])
+                raise RuntimeError((child.stderr.strip().splitlines() or ["it ended without a message"])[-1])
             row.update(json.loads(out.read_text()))
     return row
 
@@ -236,7 +236,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="a clone of torchdeq")
     parser.add_argument("--data", type=Path, help="a folder with CIFAR-10's binary files somewhere in it")
-    parser.add_argument("--only", metavar="WORD", default="", help="programs with this in their name")
+    parser.add_argument("--only", metavar="WORD", default="", help="only programs with this in their name")
     parser.add_argument("--out", type=Path, default=table.results_folder() / "zoo.csv", help="default: %(default)s")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

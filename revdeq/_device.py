@@ -1,6 +1,6 @@
-"""The one module that knows devices: which there are, how values come from them, their generators and their memory.
+"""Everything that depends on devices: which there are, reading their values, graphs, random generators and memory.
 
-Everything takes the device that it is about. Nothing relies on which one is current.
+Every function takes a device, and none relies on the current one.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ from torch import Tensor
 T = TypeVar("T")
 
 GPUS = ("cuda", "xpu")
-"""The types of those that are looked for. ROCm's are called cuda, too."""
+"""The types of GPUs. ROCm's type is cuda, too."""
 
 
 def devices() -> list[torch.device]:
-    """All that revdeq can run on: GPUs, if there are any that work, and last the CPU."""
+    """All devices that revdeq can run on: GPUs that work, and then the CPU."""
     return [*(torch.device(kind, i) for kind in GPUS for i in range(count(kind))), torch.device("cpu")]
 
 
 def count(kind: str) -> int:
-    """Of the GPUs of a type that work."""
+    """The number of GPUs of a type that work."""
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = getattr(torch, kind)
@@ -36,7 +36,7 @@ def count(kind: str) -> int:
 
 
 def best() -> torch.device:
-    """A GPU, if there is one; of several, the one of this process under torchrun."""
+    """A GPU, if there is one; under torchrun, the one of this process."""
     for kind in GPUS:
         if count(kind):
             return of_this_process(kind)
@@ -44,12 +44,12 @@ def best() -> torch.device:
 
 
 def of_this_process(kind: str) -> torch.device:
-    """Under torchrun, processes share the GPUs by turns: each may see all of them, or a single one of its own."""
+    """Under torchrun, GPUs are assigned to local ranks in turn. A process may see all of them, or only its own."""
     return torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) % max(1, count(kind)))
 
 
 def process_group(device: torch.device) -> str:
-    """The backends of torch.distributed: gloo beside the GPU's, so that what is agreed on the CPU does not wait."""
+    """The backends of torch.distributed: the GPU's, and gloo for CPU tensors, so that these do not wait for the GPU."""
     collectives = {"cuda": "nccl", "xpu": "xccl"}.get(device.type)
     return f"cpu:gloo,{device.type}:{collectives}" if collectives else "gloo"
 
@@ -70,12 +70,12 @@ def name(device: torch.device) -> str:
 
 
 def has_float64(device: torch.device) -> bool:
-    """Some of Intel's GPUs do not."""
+    """Whether the device has float64. Some of Intel's GPUs do not."""
     return device.type != "xpu" or getattr(torch.xpu.get_device_properties(device), "has_fp64", True)
 
 
 def architecture(device: torch.device) -> str | None:
-    """What NVIDIA and AMD call what their compilers compile for."""
+    """The name of the architecture that NVIDIA's or AMD's compiler uses."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -83,13 +83,13 @@ def architecture(device: torch.device) -> str | None:
 
 
 def make_current(device: torch.device) -> None:
-    """The one that this process uses where it names none."""
+    """Make it the default GPU of this process."""
     if device.type != "cpu":
         api(device).set_device(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was asked to."""
+    """Wait until the device has finished all work."""
     if device.type != "cpu":
         api(device).synchronize(device)
 
@@ -103,26 +103,26 @@ FILLER = 0x55
 
 
 class Arriving:
-    """A value on its way from a device to the host, which nobody waits for.
+    """A value that is copied from a device to the host asynchronously.
 
-    Whether it has come is seen in memory, which is filled before with what hardly any number is. No event is asked:
-    whichever thread did, it would spoil a graph that another thread records.
+    The host memory is filled with a rare bit pattern first, and the value has arrived when that is gone. An event is
+    not used, because querying it would invalidate a graph that another thread is capturing.
     """
 
     def __init__(self, value: Tensor) -> None:
         self.value = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda or value.is_xpu)
-        self._bytes = self.value.view(-1, 1).view(torch.uint8)  # a row for each number, which comes as a whole
+        self._bytes = self.value.view(-1, 1).view(torch.uint8)  # one row per number, which arrives as a whole
         self._bytes.fill_(FILLER)
         self.value.copy_(value.detach(), non_blocking=True)
 
     def has_come(self) -> bool:
-        """The memory can be read at any time."""
+        """Whether the value has arrived. It can be called at any time."""
         return not bool(self._bytes.eq(FILLER).all(1).any())
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether this thread records a graph, with this device or with the current one of its type. Then no event may be
-    asked and nothing waited for, on any device."""
+    """Whether this thread is capturing a graph, on this device or on the current one of its type. Then it must not
+    query events or synchronize, on any device."""
     if device.type == "cpu":
         return False
     capturing = getattr(api(device), "is_current_stream_capturing", None)
@@ -139,7 +139,7 @@ def records_graphs(device: torch.device) -> bool:
 
 
 def recorded(run: Callable[[], T], device: torch.device) -> tuple[Callable[[], None], T]:
-    """A graph of what `run` asks of the device: to replay it, and what `run` returned, which each replay overwrites."""
+    """Capture `run` in a graph. Returns a function that replays it, and the result, which each replay overwrites."""
     gpu = api(device)
     with gpu.device(device):
         graph = gpu.CUDAGraph()
@@ -149,20 +149,20 @@ def recorded(run: Callable[[], T], device: torch.device) -> tuple[Callable[[], N
 
 
 def generator_states(device: torch.device) -> list[Tensor]:
-    """Of the CPU's generator, of the device's, and of those of all other GPUs that can be in use, in this order."""
+    """The states of the CPU's generator, of the device's, and of all other GPUs' that may be in use, in this order."""
     return [torch.get_rng_state(), *(api(gpu).get_rng_state(gpu) for gpu in _with_generators(device))]
 
 
 def set_generator_states(device: torch.device, states: Sequence[Tensor]) -> None:
-    """What was not in use yet is left alone."""
+    """Restore states. Generators of GPUs that were not in use yet are left alone."""
     torch.set_rng_state(states[0])
     for gpu, state in zip(_with_generators(device), states[1:], strict=False):
         api(gpu).set_rng_state(state, gpu)
 
 
 def _with_generators(device: torch.device) -> list[torch.device]:
-    """The device, and all GPUs of the types that this process uses, on which f may have parts: that costs a look at a
-    flag for each type, and microseconds for each further GPU. No type is brought into use by it."""
+    """The device, and all GPUs of the types that this process uses, because f may use them. This costs a flag per type
+    and microseconds per GPU, and initializes nothing."""
     first = [] if device.type == "cpu" else [device]
     gpus = (torch.device(kind, i) for kind in used_gpus() for i in range(getattr(torch, kind).device_count()))
     return [*first, *(gpu for gpu in gpus if gpu != device)]
@@ -174,7 +174,7 @@ def used_gpus() -> list[str]:
 
 
 def allocated(device: torch.device) -> int | None:
-    """The most bytes that were ever allocated on a GPU, by its allocator's own count."""
+    """The peak of allocated bytes on a GPU, as its allocator counts them."""
     return None if device.type == "cpu" else api(device).max_memory_allocated(device)
 
 
@@ -209,7 +209,7 @@ def peak_memory(run: Callable[[], Any], device: torch.device | str = "cpu") -> i
 
 @contextlib.contextmanager
 def _standard_error_closed() -> Iterator[None]:
-    """The profiler's library writes a line whenever it starts or stops, past Python's sys.stderr."""
+    """The profiler's library prints a line when it starts and stops, bypassing Python's sys.stderr."""
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)

@@ -1,7 +1,7 @@
-"""`python -m revdeq doctor`: what this machine will use and why, and whether it computes right.
+"""`python -m revdeq doctor`: which backend this machine uses and why, and whether its results are correct.
 
-Whatever is missing or broken is a finding, never a crash. A finding that makes results wrong or impossible means
-"not ready"; one that only makes them slow is advice.
+Anything missing or broken is reported as a finding and never crashes the command. A finding that makes results wrong
+or impossible means "not ready"; one that only makes them slow is advice.
 """
 
 import contextlib
@@ -43,12 +43,12 @@ GRADIENT_ERROR = 2 * 16 * 2.0**-24
 """float32 rounds each of the 32 products that a gradient sums up at N = 16, and some cancel."""
 
 ENOUGH = 0.8
-"""Of a copy's bandwidth. What is below is named."""
+"""The share of a copy's bandwidth below which a kernel is marked as slow."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """fix: what to do about it, if anything. works: whether results are right as it is."""
+    """fix: the remedy, if any. works: whether results are correct without it."""
 
     text: str
     fix: str = ""
@@ -57,7 +57,7 @@ class Finding:
 
 
 def run(as_json: bool = False) -> int:
-    """Print the findings and a verdict. 0 is ready, 1 is not."""
+    """Print the findings and a verdict. Returns 0 if this machine is ready, and otherwise 1."""
     findings = {}
     for about, finding in examine():
         findings[about] = finding
@@ -81,7 +81,7 @@ def verdict(findings: list[Finding]) -> tuple[bool, str]:
 
 
 def examine() -> Iterator[tuple[str, Finding]]:
-    """What is looked at, and what is found there."""
+    """The name and the finding of each check."""
     for about, look in (("revdeq", software), ("triton", triton), ("C kernel", c_kernel), ("GPU", gpu)):
         yield about, guarded(about, look)
     found = measure.devices()
@@ -101,7 +101,7 @@ def guarded(about: str, look: Callable[..., Finding], *arguments: Any) -> Findin
             return look(*arguments)
     except Exception as error:
         text = f"{type(error).__name__}: {error}".strip()
-        fix = f"repair what stopped the look at {about!r} ({text.splitlines()[0]})"
+        fix = f"repair what stopped the check of {about!r} ({text.splitlines()[0]})"
         return Finding(f"failed: {text}", fix, works=False)
 
 
@@ -115,7 +115,7 @@ def software() -> Finding:
 
 
 def triton() -> Finding:
-    """Where it is missing, only a GPU misses it: its backend says so."""
+    """Only GPUs need Triton. If it is missing there, the finding about their backend says so."""
     try:
         importlib.import_module("revdeq.kernels.gpu")
         launch = importlib.import_module("revdeq.kernels.launch")
@@ -125,7 +125,7 @@ def triton() -> Finding:
     if launch.is_known_version():
         return Finding(version, numbers={"triton": version})
     first, last = (".".join(map(str, x)) for x in launch.KNOWN)
-    slow = f"a launch costs Python three times as much as with {first} to {last}, whose launcher revdeq knows"
+    slow = f"a launch takes three times as much Python time as with {first} to {last}, whose launcher revdeq supports"
     return Finding(f"{version}: {slow}", numbers={"triton": version})
 
 
@@ -156,15 +156,15 @@ def why_not_built() -> tuple[str, str]:
         result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode == 0:
         return f"was not built, but {compiler[0]} can build it now", "reinstall revdeq, which builds its C kernel"
-    errors = [line for line in result.stderr.splitlines() if "error" in line] or ["it says nothing"]
+    errors = [line for line in result.stderr.splitlines() if "error" in line] or ["without a message"]
     return f"was not built, because {compiler[0]} fails: {errors[0]}", "repair the C compiler and reinstall revdeq"
 
 
 def gpu() -> Finding:
-    """The driver, and why a GPU that is there cannot be used."""
+    """The driver, and why an installed GPU cannot be used."""
     versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
     runtime = next((f"{name} {version}" for name, version in versions.items() if version), None)
-    with warnings.catch_warnings(record=True) as caught:  # this is how torch tells of a driver that fails
+    with warnings.catch_warnings(record=True) as caught:  # torch warns if the driver fails
         warnings.simplefilter("always")
         torch.cuda.is_available()
     count = sum(map(measure.count, measure.GPUS))
@@ -183,7 +183,7 @@ def gpu() -> Finding:
 
 
 def newer_driver(trouble: str, runtime: str | None) -> str:
-    """What to do about a driver that torch finds too old. It says for which CUDA the driver is: 12040 is 12.4."""
+    """The remedy for a driver that is too old. torch's warning has the CUDA version of the driver: 12040 is 12.4."""
     found = re.search(r"found version (\d+)", trouble)
     version = f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}" if found else ""
     older = f"for CUDA {version} or older" if version else "for an older CUDA"
@@ -191,7 +191,7 @@ def newer_driver(trouble: str, runtime: str | None) -> str:
 
 
 def driver_version() -> str | None:
-    """Of NVIDIA's driver, if this process may use it: a container may see a driver and not the GPU."""
+    """The version of NVIDIA's driver, if this process may use it: a container may see the driver but not the GPU."""
     if not Path("/dev/nvidiactl").exists():
         return None
     with contextlib.suppress(OSError):
@@ -213,7 +213,7 @@ def describe(device: torch.device) -> Finding:
 
 
 def backend_for(device: torch.device, main: bool) -> Finding:
-    """Which one, and why. One that is forced need not suit a device that is not the main one."""
+    """The backend of a device, and why. A forced backend need not support devices other than the main one."""
     try:
         chosen = backends.backend_for(device)
     except (RuntimeError, ValueError) as error:
@@ -221,7 +221,7 @@ def backend_for(device: torch.device, main: bool) -> Finding:
     faster = next(b for b in backends.BACKENDS.values() if b.is_for(device))
     trouble, fix = faster.trouble_on(device), ""
     if os.environ.get("REVDEQ_BACKEND"):
-        why = "as REVDEQ_BACKEND says"
+        why = "forced by REVDEQ_BACKEND"
     elif trouble is None:
         why = "the fastest here"
     else:
@@ -231,7 +231,7 @@ def backend_for(device: torch.device, main: bool) -> Finding:
 
 
 def same_bits(device: torch.device) -> Finding:
-    """All operations on both states, with tails, and on states of several tensors, against the reference on the CPU."""
+    """Compare all operations with the reference on the CPU: both states, sizes with tails, and several tensors."""
     wrong = []
     cases: list[tuple[torch.dtype, tuple[int, ...]]] = [(dtype, (10_007,)) for dtype in DTYPES]
     for dtype, sizes in (*cases, (torch.float32, (10_007, 7, 600))):
@@ -242,18 +242,18 @@ def same_bits(device: torch.device) -> Finding:
                 if not all(map(equal_bits, got, want)):
                     tensors = "" if len(sizes) == 1 else f" of {len(sizes)} tensors"
                     wrong.append(f"{operation} ({state} state{tensors}, f in {str(dtype).removeprefix('torch.')})")
-                    break  # what follows starts from there
+                    break  # later operations start from a wrong state
     if not wrong:
         return Finding("bit-equal to the reference, every operation, dtype and state")
     remedy = backends.backend_for(device).repair
     fix = f"{remedy}, or set REVDEQ_BACKEND=reference: {wrong[0]} on {device} gives other bits than the reference"
-    return Finding(f"not those of the reference: {', '.join(wrong)}", fix, works=False)
+    return Finding(f"different from the reference: {', '.join(wrong)}", fix, works=False)
 
 
 def exercise(
     half_step: Any, step: Any, dtype: torch.dtype, device: Any, sizes: tuple[int, ...]
 ) -> Iterator[tuple[str, list[Tensor]]]:
-    """The operations one after the other, past the first spill of the exact state, and what each leaves behind."""
+    """Run all operations in sequence, past the first spill of the exact state, and yield the results of each."""
     leaves = [exercise_leaf(half_step, step, dtype, device, n) for n in sizes]
     while True:
         results = [result for leaf in leaves if (result := next(leaf, None))]
@@ -265,7 +265,7 @@ def exercise(
 def exercise_leaf(
     half_step: Any, step: Any, dtype: torch.dtype, device: Any, n: int
 ) -> Iterator[tuple[str, list[Tensor]]]:
-    """Of a state of several tensors, one."""
+    """The same for one tensor of the state."""
     generator = torch.Generator().manual_seed(0)
     wide = torch.promote_types(dtype, torch.float32)
     f, initial, vjp, read = ((3 * torch.randn(n, generator=generator)).to(dtype).to(device) for _ in range(4))
@@ -303,8 +303,8 @@ def same_gradient(device: torch.device) -> Finding:
         "exact": gradient_error(device, beta=0.8, max_steps=16, state="exact"),
     }
     text = (
-        f"off the stored graph's by {errors['float64']:.1e} (float64 state) and {errors['exact']:.1e} (exact state, "
-        "whose numbers have 24 bits after the point)"
+        f"relative error against the stored graph: {errors['float64']:.1e} (float64 state), {errors['exact']:.1e} "
+        "(exact state, with 24 fraction bits)"
     )
     numbers = {state: e if math.isfinite(e) else None for state, e in errors.items()}
     wrong = [state for state, e in errors.items() if not e <= GRADIENT_ERROR]  # NaN too
@@ -315,7 +315,7 @@ def same_gradient(device: torch.device) -> Finding:
 
 
 def gradient_error(device: torch.device, beta: float, max_steps: int, state: str) -> float:
-    """Of the worst of the inputs and parameters, relative to plain autograd through every evaluation of f."""
+    """The largest relative error of a gradient, compared with plain autograd through every evaluation of f."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -334,7 +334,7 @@ def gradient_error(device: torch.device, beta: float, max_steps: int, state: str
 
     y = z = torch.zeros_like(x, dtype=torch.float64)
     for z_given, y_given in zip(evaluations[::2], evaluations[1::2], strict=True):
-        # The numbers that f was given, with the graph of the state: z - z is 0, but not to autograd.
+        # The recorded inputs of f with the graph of the state: z - z.detach() is 0, but has a gradient.
         y = (1 - solution.beta) * y + solution.beta * f(z_given + (z - z.detach()).float()).double()
         z = (1 - solution.beta) * z + solution.beta * f(y_given + (y - y.detach()).float()).double()
     stored = torch.autograd.grad(z, [x, weight], seed.double())
@@ -342,7 +342,7 @@ def gradient_error(device: torch.device, beta: float, max_steps: int, state: str
 
 
 def bandwidth(device: torch.device) -> Finding:
-    """What each half-step moves per second, against a copy of as many bytes. Zeros, which stay zeros."""
+    """The bytes per second of each half-step, compared with a copy. All tensors are zero and stay zero."""
     n = 2**22 if device.type == "cpu" else 2**25
     f, initial, copy, adjoint, vjp = (torch.zeros(n, device=device) for _ in range(5))
     floor = torch.ones((), device=device)
@@ -363,7 +363,7 @@ def bandwidth(device: torch.device) -> Finding:
         }
 
         def run(name: str, arguments: tuple[Any, ...], bound: Any = bound) -> None:
-            bound.done = 1 if name.startswith("invert") else 0  # of the steps of the exact state
+            bound.done = 1 if name.startswith("invert") else 0  # the position in the plan of the exact state
             getattr(bound, name)(*arguments)
 
         for name, (size, arguments) in operations.items():
@@ -373,7 +373,7 @@ def bandwidth(device: torch.device) -> Finding:
     rates = {name: n * size / times[name] for name, size in moved.items()}
     shares = {name: rate / rates["copy"] for name, rate in rates.items() if name != "copy"}
     slow = [name for name, share in shares.items() if share < ENOUGH]
-    lines = [f"a copy moves {rates['copy'] / 1e9:.1f} GB/s; the half-steps, over that (* is below {ENOUGH}):"]
+    lines = [f"a copy moves {rates['copy'] / 1e9:.1f} GB/s; half-steps as a share of that (* is below {ENOUGH}):"]
     for state in ("float64", "exact"):
         ours = {name: share for name, share in shares.items() if name.startswith(state)}
         each = [f"{name.split()[1]} {share:.2f}{'*' * (name in slow)}" for name, share in ours.items()]
@@ -383,7 +383,7 @@ def bandwidth(device: torch.device) -> Finding:
 
 
 def take_turns(runs: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
-    """Median seconds, in turns, so that whatever else the machine does slows all of them down."""
+    """Median seconds of each run. Runs are interleaved, so that other load slows all of them down alike."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     begin = time.perf_counter()
     while len(times["copy"]) < 7 and (len(times["copy"]) < 2 or time.perf_counter() < begin + 2):

@@ -1,5 +1,4 @@
-"""Inference with a tolerance and a budget: a solve ends when z has settled, and never takes more steps than allowed. So
-does each example of a batch by itself.
+"""Inference with a tolerance and a budget of steps, for a whole batch or for each of its examples.
 
 python -m revdeq.examples.inference
 """
@@ -15,7 +14,7 @@ from revdeq.examples import needs
 
 
 class Block(nn.Module):
-    """f(z, x), which contracts: its fixed point exists, is the only one, and can be reached from anywhere."""
+    """f(z, x), a contraction: it has exactly one fixed point, which is reached from every z0."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -37,7 +36,7 @@ class Classifier(nn.Module):
 
 
 def work(model: Classifier) -> tuple[int, float]:
-    """The evaluations of f in the last solve, and the residual at its end."""
+    """The evaluations of f in the last solve, and the relative change of its last step."""
     assert model.deq.last is not None
     return model.deq.last.nfe, model.deq.last.change.item()
 
@@ -56,27 +55,27 @@ def main() -> None:
         optimizer.step()
 
     model.deq.tune(model.inject(digits.images.flatten(1)))
-    print("tol    budget N  evaluations of f  residual  test accuracy")
+    print("tol    budget N  evaluations of f    change  test accuracy")
     with torch.inference_mode():
         for tol, budget in ((0.1, 50), (1e-2, 50), (1e-4, 50), (1e-4, 1)):
             model.deq.tol, model.deq.max_steps = tol, budget
             right = model(digits.test_images)[0].argmax(1) == digits.test_labels
-            evaluations, residual = work(model)
-            print(f"{tol:<6g} {budget:8}  {evaluations:16}  {residual:8.0e}  {right.float().mean():13.1%}")
+            evaluations, change = work(model)
+            print(f"{tol:<6g} {budget:8}  {evaluations:16}  {change:8.0e}  {right.float().mean():13.1%}")
 
-        # Each image by itself: an easy one stops before a hard one, and from then on f is not evaluated for it.
-        print("\ntol    budget N  evaluations of an image: mean, least, most  test accuracy")
+        # Per example, easy images stop before hard ones, and f is then no longer evaluated for them.
+        print("\ntol    budget N  evaluations per image: mean, min, max  test accuracy")
         model.deq.per_example = model.deq.compact = True
         for tol, budget in ((0.1, 50), (1e-2, 50), (1e-4, 50)):
             model.deq.tol, model.deq.max_steps = tol, budget
             right = model(digits.test_images)[0].argmax(1) == digits.test_labels
             assert model.deq.last is not None
             each = 2 * model.deq.last.steps
-            counts = f"{each.float().mean():30.1f}{each.min():7}{each.max():6}"
+            counts = f"{each.float().mean():27.1f}{each.min():5}{each.max():5}"
             print(f"{tol:<6g} {budget:8}  {counts}  {right.float().mean():13.1%}")
         model.deq.per_example = model.deq.compact = False
 
-        # Frames of a video, or a user's next keystroke: begin where the last solve ended.
+        # For the next frame of a video, or a user's next keystroke, start from the last solution.
         model.deq.tol, model.deq.max_steps = 1e-3, 50
         frame = digits.test_images[:1]
         _, z = model(frame)

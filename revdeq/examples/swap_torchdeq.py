@@ -94,10 +94,8 @@ def main() -> None:
             f"{(ours - exact).norm() / exact.norm():14.1e}"
         )
     print("The reversible core evaluates f again in the backward pass, and its gradient is that of the steps that ran.")
-    print(
-        "torchdeq's gradient is that of the fixed point, which these iterations only approximate. The reversible core"
-    )
-    print("core stores no history, but two float64 states, which are larger than the graph of this small f.")
+    print("torchdeq's gradient is that of the fixed point, which these iterations only approximate.")
+    print("The reversible core stores no history, but two float64 states, which exceed the graph of this small f.")
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def test_a_study_is_trained_measured_and_checked(tiny, tmp_path, capsys, monkeyp
     assert capsys.readouterr().out.count("the same") == 2
     monkeypatch.setitem(evidence.STUDIES["tiny"].settings, "channels", 5)
     assert evidence.check(tmp_path, None, ["tiny"]) == 2
-    assert capsys.readouterr().out.count("train it anew") == 2
+    assert capsys.readouterr().out.count("train it again") == 2
 
 
 def test_updates_are_timed(tiny):
