@@ -176,7 +176,12 @@ class HalfStep:
             self._partial = self.state.new_empty((2, chunks, LANES), dtype=self.sums)
         return self._partial
 
+    maxima: Tensor | None = None
+
     def partial_maxima(self, examples: int = 1) -> Tensor:
+        """The memory that `invert_compare` writes to and returns: `maxima`, if that is given."""
+        if self.maxima is not None:
+            return self.maxima
         return self.state.new_empty((chunk_count(self.state, examples), LANES), dtype=torch.int32)
 
     def relax(self, f: Tensor, read: Tensor | None, step: Any) -> None:

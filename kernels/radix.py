@@ -116,6 +116,13 @@ class Plan:
         self._spills: list[bool] = []  # computed on demand: more steps may be announced than taken
         self._bound = 1
 
+    @classmethod
+    def of_one(cls, step: Radix, spills: bool) -> "Plan":
+        """That of a step whose place among others is not known, but whether it spills the remainder."""
+        plan = cls([step, step])
+        plan._spills = [spills, spills]
+        return plan
+
     def spills_before(self, half_step: int) -> bool:
         while len(self._spills) <= half_step:
             radix = self.steps[len(self._spills)]

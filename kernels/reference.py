@@ -155,4 +155,5 @@ class HalfStep(half_step.HalfStep):
         """The largest relative reconstruction error of each lane, see `lane_ratios`. Updates the adjoint, if there is
         one, but neither the state nor its copy."""
         update_adjoint(*adjoints, adjoint_step)
-        return lane_ratios(previous(self.state, f, self.copy, step) - initial.double(), self.state, floor)
+        error = previous(self.state, f, self.copy, step) - initial.double()
+        return self.partial_maxima().copy_(lane_ratios(error, self.state, floor))

@@ -244,7 +244,7 @@ class HalfStep(half_step.HalfStep):
         self, f: Tensor, initial: Tensor, floor: Tensor, adjoints: Adjoints, step: Radix, adjoint_step: Linear
     ) -> Tensor:
         reference.update_adjoint(*adjoints, adjoint_step)
-        return invert_compare(self.state, f, self.copy, initial, floor, step)
+        return self.partial_maxima().copy_(invert_compare(self.state, f, self.copy, initial, floor, step))
 
     def _raise_alarm(self, f: Tensor, bad: Tensor) -> None:
         if bad.numel():

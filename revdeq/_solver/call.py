@@ -51,14 +51,15 @@ class Call:
         self.aux: Any = None
         self._counts_changes = not torch.is_inference_mode_enabled()
         x = initial[0]
-        self._like = (x.dtype, x.shape, x.device, torch.strided) if spec.is_leaf() else None
+        self._is_tensor = spec.is_leaf()
+        self._like = (x.dtype, x.shape, x.device, torch.strided) if self._is_tensor else None
         self._tensors: list[tuple[dict[str, Any], str, Tensor]] = []
         self._whole: tuple[Any, Any] | None = None  # the arguments of the whole batch, while f gets a part of it
 
     def __call__(self, state: State, k: int) -> State:
         """Evaluation k."""
         before = [x._version for x in state] if self._counts_changes else None
-        z = structured(state, self._spec)
+        z = state[0] if self._is_tensor else structured(state, self._spec)
         if self._indexed:
             self._kwargs["evaluation"] = k
         if self.draw.draws is False:
@@ -162,54 +163,45 @@ class Call:
         return None
 
 
-class AsBefore:
-    """Context manager around the evaluations of a backward pass: applies the settings of the forward pass, and restores
+def as_before(call: Call, leaves: State) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A context manager for the evaluations of a backward pass: applies the settings of the forward pass, and restores
     what f assigns to attributes and variables. Takes the leaves that f depends on, as far as they are known.
 
     A module that was called through `torch.func.functional_call` gets the tensors of that call. Leaves that were frozen
     or thawed since require a gradient as before. Hooks that f registers on leaves are removed, because the graph has
     them already.
     """
+    settings = call.settings.as_they_are_not_now()
+    changed = [x for x in leaves if not x.requires_grad]
+    changed += [x for x in call.without_grad if x.requires_grad and x.is_leaf]
+    swapped = any(d.get(name) is not x and not _is_sharded(d.get(name), x) for d, name, x in call._tensors)
+    if not (settings or changed or swapped or torch.backends.cudnn.benchmark or call.hooked or call.slots):
+        return torch.enable_grad
+    run = _with_tensors(call.f, call._tensors) if swapped else call.f
 
-    def __init__(self, call: Call, leaves: State) -> None:
-        self._call, self._benchmark = call, WithoutBenchmark()
-        self._frozen = [x for x in leaves if not x.requires_grad]
-        self._thawed = [x for x in call.without_grad if x.requires_grad and x.is_leaf]
-        self._settings = call.settings.as_they_are_not_now()
-        swapped = any(d.get(name) is not x and not _is_sharded(d.get(name), x) for d, name, x in call._tensors)
-        self._run = _with_tensors(call.f, call._tensors) if swapped else None
+    @contextlib.contextmanager
+    def restored() -> Iterator[None]:
+        hooks, kept = [(x, set(x._backward_hooks or ())) for x in call.hooked], contents(call.slots)
+        call._run = run
+        _change(changed)
+        try:
+            with settings.restored() if settings else contextlib.nullcontext(), WithoutBenchmark(), torch.enable_grad():
+                yield
+        finally:
+            call._run = call.f
+            _change(changed)
+            put_back(call.slots, kept)
+            for x, before in hooks:
+                for key in set(x._backward_hooks or ()) - before:
+                    del x._backward_hooks[key]  # type: ignore[union-attr]
 
-    def __enter__(self) -> None:
-        call = self._call
-        self._restored = None
-        if self._settings is not None:
-            self._restored = self._settings.restored()
-            self._restored.__enter__()
-        for x in self._frozen:
-            x.requires_grad_()
-        for x in self._thawed:
-            x.requires_grad_(False)
-        self._benchmark.__enter__()
-        self._hooks = [(x, set(x._backward_hooks or ())) for x in call.hooked]
-        if self._run is not None:
-            call._run = self._run
-        self._kept = contents(call.slots)
-        torch.set_grad_enabled(True)
+    return restored
 
-    def __exit__(self, *exception: Any) -> None:
-        torch.set_grad_enabled(False)
-        self._call._run = self._call.f
-        put_back(self._call.slots, self._kept)
-        self._benchmark.__exit__()
-        for x in self._frozen:
-            x.requires_grad_(False)
-        for x in self._thawed:
-            x.requires_grad_()
-        for x, before in self._hooks:
-            for key in set(x._backward_hooks or ()) - before:
-                del x._backward_hooks[key]  # type: ignore[union-attr]
-        if self._restored is not None:
-            self._restored.__exit__(*exception)
+
+def _change(leaves: State) -> None:
+    """Those that require a gradient do not, and the other way round."""
+    for x in leaves:
+        x.requires_grad_(not x.requires_grad)
 
 
 def _cached(x: Any) -> int | None:

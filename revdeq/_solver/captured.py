@@ -13,10 +13,9 @@ its gradients are first accumulated within an evaluation and within a solve, whe
 
 import functools
 import threading
-import types
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import _device
-from ..kernels import reference
 from ..kernels.half_step import layout
 from ..kernels.radix import Plan
 from .monitor import Sizes, call_site, typical_magnitudes
@@ -32,7 +30,7 @@ from .options import Options
 from .scheme import Integers
 from .state import State, dense, flattened, structured
 from .tape import End, Tape, backward, refuse_other_derivatives, relax, relax_norms
-from .way_back import norm, scaled
+from .way_back import Adjoints, first_factors, initial_grads, room_for_maxima
 
 MOST = 8
 """The maximum number of kinds of inputs that are captured per f: each has its own static memory."""
@@ -142,17 +140,17 @@ class Steps:
         self._inputs = [*(x for x in self._given if isinstance(x, Tensor) and x.requires_grad), *self.parameters]
         self.z0 = [x.clone() for x in tape.z0]
         self._copies: tuple[State, State] = ([torch.empty_like(x) for x in self.z0], [x.clone() for x in self.z0])
-        z = scheme.start(self.z0, self.z0)
-        self.states = [x.clone() for x in z], z
+        self.states = scheme.start_both(self.z0, self.z0)
         self._spilled = [[torch.empty_like(x, dtype=torch.int32) for x in state] for state in self.states]
-        self._taken = [scheme.bind(i, self.states[i], self._copies[i], 1) for i in (0, 1)]
+        self._taken = tuple(scheme.bind(i, self.states[i], self._copies[i], 1) for i in (0, 1))
         self._norms = torch.zeros(2, dtype=self._taken[0][0].sums, device=self._device)
         self._read = [torch.zeros_like(x) for x in self.z0]
-        self._undone = [scheme.bind(i, self.states[i], self._read, 1, [[] for _ in self.z0]) for i in (0, 1)]
-        self._adjoint = tuple([scaled(None, 1, x) for x in self.z0] for _ in (0, 1))
+        self._undone = tuple(scheme.bind(i, self.states[i], self._read, 1, [[] for _ in self.z0]) for i in (0, 1))
+        self._adjoint = Adjoints(self.z0)
         self._totals = [torch.zeros_like(x) for x in self._inputs]
         self._used = [False] * len(self._inputs)
         self._floors = [torch.ones((), device=self._device) for _ in self.z0] if tape.monitor is not None else []
+        self._maxima = room_for_maxima([*self._undone[0], *self._undone[1]])
         if torch.is_grad_enabled():
             self._refuse_others()
         both = (False, True) if self._is_exact else (False,)
@@ -185,42 +183,28 @@ class Steps:
             if self._is_exact:
                 half_step.alarm.zero_()
         spilled: State = []
-        tape.norms, tape._other, tape._read = self._norms, *self._copies
-        while tape.steps < tape.options.max_steps:
-            spills = self._spills(tape, tape.steps)
+        tape.norms, tape.half_steps, tape._other, tape._read = self._norms, self._taken, *self._copies
+        for spills in self._spilling(tape.options.max_steps):
             self._replay("_forward", spills)
             if spills:
                 spilled += [x.clone() for xs in self._spilled for x in xs]
             tape.steps += 1
-            if tape.options.tol is not None:
-                tape.half_steps = tuple(list(map(self._with_rows(tape.steps), h)) for h in self._taken)  # type: ignore[assignment]
-                if tape._has_arrived():
-                    break
+            if tape.options.tol is not None and tape._has_arrived():
+                break
         if tape.options.tol is None:
             self.scheme.check([h for half_steps in self._taken for h in half_steps], in_any=tape.steps)
         tape.norms, tape._other, tape._read, tape.half_steps = self._norms.clone(), [], [], ([], [])
         values, states = ([x.clone() for xs in both for x in xs] for both in (self._copies, self.states))
         return values, states, spilled
 
-    def _spills(self, tape: Tape, step: int) -> bool:
-        if not self._is_exact:
-            return False
-        if tape.plan is None:
-            tape.plan = Plan([self.scheme.step] * tape.options.max_steps)
-        return tape.plan.spills_before(step)
+    def _spilling(self, steps: int) -> Iterator[bool]:
+        """Whether each of so many steps spills remainders."""
+        plan = Plan([self.scheme.step] * steps) if self._is_exact else None
+        return (plan is not None and plan.spills_before(n) for n in range(steps))
 
     @property
     def _is_exact(self) -> bool:
         return isinstance(self.scheme, Integers)
-
-    def _with_rows(self, steps: int) -> Callable[[Any], Any]:
-        """A half-step for `Scheme.look`, with one overflow flag for all steps."""
-
-        def seen(half_step: Any) -> Any:
-            alarm = half_step.alarm.expand(steps, -1) if self._is_exact else None
-            return types.SimpleNamespace(alarm=alarm, done=0, plan=_Plan(self.scheme.step, False))
-
-        return seen
 
     def take(self, start: Sequence[Tensor], own: Sequence[Tensor]) -> None:
         """Copy the values of a solve into static memory."""
@@ -249,7 +233,7 @@ class Steps:
         if self._is_exact:
             for row, memory in zip(half_steps, self._spilled, strict=True):
                 for half_step, x in zip(row, memory, strict=True):
-                    half_step.plan, half_step.done = _Plan(self.scheme.step, spills), done
+                    half_step.plan, half_step.done = Plan.of_one(self.scheme.step, spills), done
                     half_step._room, half_step.spilled = [x], [x] if done else []
 
     def _replay(self, name: str, spills: bool) -> Any:
@@ -268,18 +252,16 @@ class Steps:
             x.copy_(own)
         for x, y in zip(self._read, self.scheme.read(self.states[0], self.z0), strict=True):
             x.copy_(y)
-        for i, factor in ((0, step.b / step.a), (1, step.b)):
-            for a, g, x in zip(self._adjoint[i], grads[i * size : (i + 1) * size], self.z0, strict=True):
-                a.copy_(scaled(g, factor, x))
+        factors = first_factors(step, step)
+        self._adjoint.clear()
+        self._adjoint.take(grads, factors)
+        before = self._adjoint.norms() if self._floors and any(g is not None for g in grads) else None
         for total in self._totals:
             total.zero_()
         magnitudes = [typical_magnitudes(x) for x in self._read] if self._floors else []
         for floor, magnitude in zip(self._floors, magnitudes, strict=True):
             floor.copy_(magnitude[0])
-        came = [g for g in grads if g is not None]
-        growth = norm(came) if came and self._floors else None
-        for n in reversed(range(tape.steps)):
-            spills = self._spills(tape, n)
+        for n, spills in reversed(list(enumerate(self._spilling(tape.steps)))):
             if spills:
                 taken, rest = rest[-2 * size :], rest[: -2 * size]
                 for x, own in zip([x for xs in self._spilled for x in xs], taken, strict=True):
@@ -288,17 +270,13 @@ class Steps:
             if n == tape.steps - 1 and magnitudes and self.scheme.resolution:
                 rows = zip(magnitudes, outputs, strict=True)
                 magnitudes = [torch.cat([found, typical_magnitudes(x)]) for found, x in rows]
-        products, maxima = others
+        (products,) = others
         if tape.monitor is not None:
-            if growth is not None:
-                y, z = map(norm, self._adjoint)
-                tape.adjoint.sizes = Sizes(growth, y, z, (step.b, step.b))
+            if before is not None:
+                tape.adjoint.sizes = Sizes(before, factors, self._adjoint.norms(), (step.b, step.b))
             assert tape.norms is not None
-            tape.monitor.judge(maxima, tape.norms, magnitudes, tape.adjoint.sizes)
-        by_z0 = []
-        for by_y, by_z, g, x in zip(*self._adjoint, products, self.z0, strict=True):
-            reference.update_adjoint(by_z, g, by_y, None, step)
-            by_z0.append(((by_z + step.a * by_y) / step.b).to(x.dtype))
+            tape.monitor.judge([self._maxima], tape.norms, magnitudes, tape.adjoint.sizes)
+        by_z0, _ = initial_grads(self._adjoint, products, self.z0, step, step)
         return by_z0, [total.clone() if used else None for total, used in zip(self._totals, self._used, strict=True)]
 
     def _back(self, spills: bool) -> tuple[State]:
@@ -308,36 +286,36 @@ class Steps:
         for which in (1, 0):
             made, products = self._products(which, self._read)
             outputs.append(made)
-            rows = zip(self._undone[which], made, self._adjoint[1 - which], products, self._adjoint[which], strict=True)
+            adjoints = self._adjoint.of[1 - which], products, self._adjoint.of[which]
+            rows = zip(self._undone[which], made, *adjoints, strict=True)
             for half_step, *tensors in rows:
                 half_step.invert_adjoint(*tensors, self.scheme.step, self.scheme.step)
         return (outputs[0],)
 
-    def _last(self, spills: bool) -> tuple[State, State, State]:
-        """Invert the first step, which reconstructs z0. Returns f(y), the products at z0, and the reconstruction
-        error."""
-        step, maxima = self.scheme.step, []
+    def _last(self, spills: bool) -> tuple[State, State]:
+        """Invert the first step, which reconstructs z0. Returns f(y) and the products at z0."""
+        step = self.scheme.step
         self._prepare(self._undone, spills, done=1)
         outputs, products = self._products(1, self._read)
-        rows = zip(self._undone[1], outputs, self._adjoint[0], products, self._adjoint[1], strict=True)
+        rows = zip(self._undone[1], outputs, self._adjoint.of[0], products, self._adjoint.of[1], strict=True)
         for i, (half_step, out, *adjoints) in enumerate(rows):
             if self._floors:
-                maxima.append(half_step.invert_compare(out, self.z0[i], self._floors[i], *adjoints, step, step))
+                half_step.invert_compare(out, self.z0[i], self._floors[i], *adjoints, step, step)
             else:
                 half_step.invert_adjoint(out, *adjoints, step, step)
         for x, z in zip(self._read, self.z0, strict=True):
             x.copy_(z)
         made, products = self._products(0, self._read)
         for half_step, out, x, floor in zip(self._undone[0], made, self.z0, self._floors, strict=bool(self._floors)):
-            maxima.append(half_step.invert_compare(out, x, floor, None, None, None, step, step))
-        return outputs, products, maxima
+            half_step.invert_compare(out, x, floor, None, None, None, step, step)
+        return outputs, products
 
     def _products(self, which: int, read: State) -> tuple[State, State]:
         """The output of f, and its vector-Jacobian products with the adjoint of the state that it updated."""
         leaves = [x.detach().requires_grad_() for x in read]
         with torch.enable_grad():
             outputs = self._evaluate(leaves)
-        seeds = [a.to(out.dtype) for a, out in zip(self._adjoint[which], outputs, strict=True)]
+        seeds = [a.to(out.dtype) for a, out in zip(self._adjoint.of[which], outputs, strict=True)]
         grads = torch.autograd.grad(outputs, [*leaves, *self._inputs], seeds, allow_unused=True)
         self._used = [g is not None for g in grads[len(leaves) :]]
         for total, g in zip(self._totals, grads[len(leaves) :], strict=True):
@@ -362,16 +340,6 @@ class Steps:
             if hasattr(node, "variable") and id(node.variable) not in known:
                 raise RuntimeError("f depends on a tensor that is neither an argument nor a parameter of f: pass it")
             left += [following for following, _ in node.next_functions]
-
-
-class _Plan:
-    """The graphs of a step that spills remainders, or does not."""
-
-    def __init__(self, step: Any, spills: bool) -> None:
-        self.steps, self._spills = [step, step], spills
-
-    def spills_before(self, half_step: int) -> bool:
-        return self._spills
 
 
 class _Solve(torch.autograd.Function):

@@ -39,8 +39,7 @@ def forward(f: Callable[[Tensor, int], Tensor], z0: Tensor, options: Options) ->
         out = f(given, k)
         if not half_steps:
             like = laid_out_like([out], [z0])
-            z = scheme.start([z0], like)
-            states = [x.clone() for x in z], z
+            states = scheme.start_both([z0], like)
             half_steps = tuple(scheme.bind(i, states[i], like, options.max_steps)[0] for i in (0, 1))
         half_step = half_steps[k % 2]
         copy = torch.empty_like(half_step.copy)

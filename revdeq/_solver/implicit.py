@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from .call import AsBefore
+from .call import as_before
 from .context import OnceMore
-from .places import Filled, Filling
+from .places import Filled
 from .private import graph_is_kept, not_refusing_to_overwrite
 from .state import State, dense
 from .tape import Tape, backward, refuse_other_derivatives, relax, relax_norms
@@ -65,15 +65,11 @@ class Implicit(torch.autograd.Function):
 
 
 def _evaluated_again(ctx: Any, read: State) -> State:
-    f = ctx.tape.f
+    f, places = ctx.tape.f, ctx.tape.places
     while True:
-        with (
-            contextlib.suppress(OnceMore),
-            AsBefore(f, ctx.tape.places.leaves),
-            Filling(ctx.tape.places, ctx.home, ctx.k),
-        ):
+        with contextlib.suppress(OnceMore), as_before(f, places.leaves)():
             leaves = [x.clone().requires_grad_() for x in read]
-            return [x.detach() for x in f([no_leaf(x) for x in leaves] if f.changes_its_input else leaves, ctx.k)]
+            return places.again(ctx.home, ctx.k, f, list(map(no_leaf, leaves)) if f.changes_its_input else leaves)
 
 
 def _solved(ctx: Any, seeds: State) -> State:

@@ -12,17 +12,29 @@ from .options import NAMES, Options, documented, options_from, with_options
 from .schedule import CLOSEST_TO_1, inside
 from .scheme import radix_of
 from .solve import Solution, checked_f, renamed, solve, steps
+from .tape import relative_changes
 from .tune import OPTIONS, Tuning, tune
 from .unrolled import is_traced
 
 
 class Last(NamedTuple):
-    """Statistics of the last call of a layer, as in `revdeq.Solution`."""
+    """Statistics of the last call of a layer, as in `revdeq.Solution`.
+
+    norms: those from which `change` is computed when it is read, or `known`, the change itself.
+    """
 
     steps: Any
     nfe: int
-    change: Tensor
     adjoint: Adjoint
+    norms: Tensor | None = None
+    known: Tensor | None = None
+
+    @property
+    def change(self) -> Tensor:
+        if self.known is not None:
+            return self.known
+        assert self.norms is not None
+        return relative_changes(self.norms)
 
     @property
     def residual(self) -> Tensor:
@@ -106,7 +118,7 @@ class RevDEQ(nn.Module):
         """
         solution = solve(self.f, self._start(x, z0), x, *args, y0=y0, kwargs=kwargs, **self._used(max_steps))
         if not is_traced():  # it would contain a tensor of the tracer
-            self.last = Last(solution.steps, solution.nfe, solution.change, solution.adjoint)
+            self.last = Last(solution.steps, solution.nfe, solution.adjoint, solution.norms)
         return solution.z
 
     def steps(

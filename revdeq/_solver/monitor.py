@@ -101,16 +101,23 @@ class Adjoint:
 
 
 class Sizes(NamedTuple):
-    """Norms of the adjoint: of the incoming gradient, and of the adjoints of y and z after the first step, each
-    multiplied by its b. They are combined on the host, or when somebody asks: a solve launches no kernels for it."""
+    """Norms of the adjoints of y and z, for each tensor of the state: of the incoming gradients, and after the first
+    step. Each is multiplied by a factor. They are combined on the host, or when somebody asks: a solve launches no
+    kernels for it."""
 
-    last: Tensor
-    y: Tensor
-    z: Tensor
+    last: list[Tensor]
+    by: tuple[float, float]
+    first: list[Tensor]
     b: tuple[float, float]
 
     def norms(self) -> Tensor:
-        return torch.stack([self.last, torch.hypot(self.y / self.b[0], self.z / self.b[1])])
+        pairs = (self.last, self.by), (self.first, self.b)
+        return torch.stack([functools.reduce(torch.hypot, _divided(torch.cat(x), factors)) for x, factors in pairs])
+
+
+def _divided(values: Sequence[Any], factors: tuple[float, float]) -> list[Any]:
+    """Norms of y's and z's, in turns, each by its factor."""
+    return [x / factors[i % 2] for i, x in enumerate(values)]
 
 
 @dataclass(frozen=True)
@@ -136,17 +143,22 @@ class Monitor:
         filled = [m.flatten() for m in maxima if m.numel()]
         if not filled:
             return
-        rho = torch.cat(filled).amax().view(torch.float32)
-        of_adjoint = [] if adjoint is None else [x.view(1) for x in (adjoint.last, adjoint.y, adjoint.z)]
-        decide = functools.partial(self._decide, each=len(magnitudes[0]), b=None if adjoint is None else adjoint.b)
+        rho = (filled[0] if len(filled) == 1 else torch.cat(filled)).amax().view(torch.float32)
+        of_adjoint = [] if adjoint is None else [*adjoint.last, *adjoint.first]
+        factors = None if adjoint is None else (adjoint.by, adjoint.b)
+        decide = functools.partial(self._decide, tensors=len(magnitudes), factors=factors)
         report(torch.cat([rho.view(1), norms, *of_adjoint, *magnitudes]), decide)
 
-    def _decide(self, values: Tensor, each: int, b: tuple[float, float] | None) -> None:
+    def _decide(
+        self, values: Tensor, tensors: int, factors: tuple[tuple[float, float], tuple[float, float]] | None
+    ) -> None:
         rho, change, value, *rest = values.tolist()
         before = after = 1.0
-        if b is not None:
-            before, y, z, *rest = rest
-            after = math.hypot(y / b[0], z / b[1])
+        if factors is not None:
+            count = 2 * tensors
+            before, after = (math.hypot(*_divided(rest[i * count :][:count], factors[i])) for i in (0, 1))
+            rest = rest[2 * count :]
+        each = len(rest) // tensors
         sizes = [max(rest[i : i + each]) for i in range(0, len(rest), each)]
         change, value = math.sqrt(change), math.sqrt(value)
         coarse = [size for size in sizes if 2 * SMALLEST_SCALE < size < self.resolution / COARSE]
@@ -189,8 +201,7 @@ class Monitor:
             text = (
                 f"the gradient grew {after / before:.1e} times from the last step to the first ({self.setting}): it is "
                 "exact, but f expands, so that the gradient explodes with more steps and is dominated by the first "
-                "ones. "
-                "Damp f with gamma < 1 (0.25 to 0.5), take fewer steps, or differentiate the last ones only "
+                "ones. Damp f with gamma < 1 (0.25 to 0.5), take fewer steps, or differentiate the last ones only "
                 "(backward_steps)"
             )
             self._warn("growth", text, ConvergenceWarning)
@@ -219,8 +230,7 @@ class Monitor:
                 text = (
                     f"f does not return in the backward pass what it returned in the forward pass: its last output "
                     f"differs by {distance:.1e}, of numbers up to {size:.1e} ({self.setting}), so the gradient is "
-                    f"that of "
-                    "a different f. Do not change anything that f reads before the backward pass"
+                    "that of a different f. Do not change anything that f reads before the backward pass"
                 )
                 self._tell("changed", text, ReconstructionError, ReconstructionWarning)
 

@@ -19,6 +19,7 @@ from .. import _device
 from .context import untraced
 from .monitor import ReconstructionError
 from .private import remove_saved_tensor_hooks, saved_tensor_hooks
+from .state import State
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -40,8 +41,7 @@ OTHER_TENSORS = (
     "f used a different tensor of shape {shape} that requires a gradient in the backward pass than in the forward pass "
     "(a closure whose variables changed after the solve? torch.func.functional_call or a cached parametrization around "
     "the forward pass only?): do not change captured tensors before the backward pass, pass them to f through `args`, "
-    "or "
-    "make f a module"
+    "or make f a module"
 )
 
 OTHER_COUNT = (
@@ -54,9 +54,8 @@ OTHER_COUNT = (
 
 NOT_DIFFERENTIATED = (
     "a gradient flows into an evaluation of f that is not differentiated (gradient='implicit', backward_steps), "
-    "through "
-    "a tensor that f stored there (an auxiliary loss, a feature): use gradient='exact' without backward_steps, or "
-    "compute it from solution.z"
+    "through a tensor that f stored there (an auxiliary loss, a feature): use gradient='exact' without backward_steps, "
+    "or compute it from solution.z"
 )
 
 
@@ -71,7 +70,7 @@ class Home:
     __slots__ = ("_around", "_place", "_tape")
 
     def __init__(self, tape: "Tape") -> None:
-        around: tuple[Home, Callable[[Any], int]] | None = getattr(_thread, "around", None)
+        around = _thread.around
         self._tape = tape if around is None else None
         if around is not None:
             self._around, self._place = around[0], around[1](tape)
@@ -114,7 +113,7 @@ class Within:
         self._hooks, self._own = saved_tensors_hooks(pack, unpack), (home, hold)
 
     def __enter__(self) -> None:
-        self._around, _thread.around = getattr(_thread, "around", None), self._own
+        self._around, _thread.around = _thread.around, self._own
         self._hooks.__enter__()
 
     def __exit__(self, *exception: object) -> None:
@@ -128,16 +127,21 @@ def leaving_no_hooks(function: F) -> F:
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        around, hooks = getattr(_thread, "around", None), saved_tensor_hooks()
+        around, hooks = _thread.around, saved_tensor_hooks()
         try:
             return function(*args)
         except BaseException:
             _thread.around = around
-            while saved_tensor_hooks() not in (None, hooks):
-                remove_saved_tensor_hooks()
+            _leave_only(hooks)
             raise
 
     return run  # type: ignore[return-value]
+
+
+def _leave_only(hooks: Any) -> None:
+    """Remove the saved-tensor hooks that were installed after these."""
+    while saved_tensor_hooks() not in (None, hooks):
+        remove_saved_tensor_hooks()
 
 
 class Filled:
@@ -295,15 +299,36 @@ class Places:
         shape, dtype, device = self._shapes[k][i]
         return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
-    def fill(self, k: int, filled: Filled) -> None:
-        """The tensors of evaluation k, after a check that f has not changed."""
+    def again(self, home: Home, k: int, f: Callable[[State, int], State], read: State) -> State:
+        """Repeat evaluation k: the tensors that f saves fill its places. Returns the outputs of f."""
+        begin, filled = self._begins[k], Filled([] if self.needs_versions else None)
+
+        def hold(x: Any) -> int:
+            return begin + filled.append(x)
+
+        pack, unpack = filled.tensors.append, _differentiates
+        if self.needs_versions:
+            pack, unpack, self.filled[k] = lambda x: hold(_without_graph(x)), home.unpack, filled
+        hooks, around, _thread.around, self.running = saved_tensor_hooks(), _thread.around, (home, hold), k
+        try:
+            with saved_tensors_hooks(pack, unpack):
+                outputs = [x.detach() for x in f(read, k)]
+        except BaseException:
+            _leave_only(hooks)
+            raise
+        finally:
+            _thread.around, self.running = around, -1
+            self.filled.pop(k, None)
+        if filled.versions is None:  # the unused graph of this repetition refers to the list
+            held, filled.tensors = filled.tensors, filled.tensors.copy()
+            held.clear()
+            self.now = begin, filled.tensors
         if len(filled.tensors) != self._counts[k]:
             raise ReconstructionError(OTHER_COUNT.format(again=len(filled.tensors), before=self._counts[k], k=k + 1))
         if k == 0:
             self._compare_leaves(filled.tensors)
         self.filled[k] = filled
-        if filled.versions is None:
-            self.now = self._begins[k], filled.tensors
+        return outputs
 
     def _compare_leaves(self, tensors: list[Any]) -> None:
         """f may create leaves itself, but with the same values, which are compared if that does not synchronize with
@@ -316,46 +341,6 @@ class Places:
             same = likes[0] == likes[1] and (not _device.can_look(before) or torch.equal(before, now))  # type: ignore[arg-type]
             if not same:
                 raise RuntimeError(OTHER_TENSORS.format(shape=tuple(before.shape)))
-
-
-class Filling:
-    """Context manager around a repeated evaluation: the tensors that f saves fill its places."""
-
-    __slots__ = ("_begin", "_filled", "_k", "_places", "_within")
-
-    def __init__(self, places: Places, home: Home, k: int) -> None:
-        self._places, self._k, self._begin = places, k, places._begins[k]
-        self._filled = Filled([] if places.needs_versions else None)
-        if places.needs_versions:
-            self._within = Within(home, self._pack, home.unpack, self._hold)
-        else:
-            self._within = Within(home, self._filled.tensors.append, _differentiates, self._hold)
-
-    def _hold(self, x: Any) -> int:
-        return self._begin + self._filled.append(x)
-
-    def _pack(self, x: Tensor) -> int:
-        return self._hold(_without_graph(x))
-
-    def __enter__(self) -> None:
-        places = self._places
-        places.running = self._k
-        if self._filled.versions is not None:
-            places.filled[self._k] = self._filled
-        self._within.__enter__()
-
-    def __exit__(self, kind: object, *exception: object) -> None:
-        places, filled = self._places, self._filled
-        self._within.__exit__()
-        del self._within  # a reference cycle
-        places.running = -1
-        places.filled.pop(self._k, None)
-        if kind is not None:
-            return
-        if filled.versions is None:  # the unused graph of this repetition refers to the list
-            held, filled.tensors = filled.tensors, list(filled.tensors)
-            held.clear()
-        places.fill(self._k, filled)
 
 
 def _differentiates(nothing: None) -> Tensor:
@@ -379,5 +364,10 @@ def _without_graph(x: Tensor) -> Tensor:
     return x.detach() if _leaf(x) is None else x
 
 
-_thread = threading.local()
-"""around: the solve whose f this thread is evaluating, if any, and the function that finds a place in it."""
+class _Thread(threading.local):
+    """around: the solve whose f this thread is evaluating, if any, and the function that finds a place in it."""
+
+    around: tuple[Home, Callable[[Any], int]] | None = None
+
+
+_thread = _Thread()

@@ -17,7 +17,7 @@ from ..kernels.half_step import Coefficients, HalfStep, Linear
 from ..kernels.radix import LARGEST_DENOMINATOR, Plan, Radix
 from .deferred import report, settle
 from .options import Exact, Options
-from .state import State
+from .state import State, two_like
 
 
 class Scheme(abc.ABC):
@@ -73,6 +73,11 @@ class Scheme(abc.ABC):
     def start(self, initial: Sequence[Tensor], like: State) -> State:
         """The initial state, with the layout of `like`."""
 
+    def start_both(self, initial: Sequence[Tensor], like: State) -> tuple[State, State]:
+        """The same for y and z."""
+        z = self.start(initial, like)
+        return [x.clone() for x in z], z
+
     @abc.abstractmethod
     def read(self, state: State, like: State) -> State:
         """The state in the dtypes of f's input."""
@@ -115,6 +120,10 @@ class Float64(Scheme):
 
     def start(self, initial: Sequence[Tensor], like: State) -> State:
         return [torch.empty_like(c, dtype=torch.float64).copy_(x) for x, c in zip(initial, like, strict=True)]
+
+    def start_both(self, initial: Sequence[Tensor], like: State) -> tuple[State, State]:
+        rows = [two_like(c, torch.float64)[1].copy_(x) for x, c in zip(initial, like, strict=True)]
+        return [y for y, _ in rows], [z for _, z in rows]
 
     def read(self, state: State, like: State) -> State:
         return [torch.empty_like(x, dtype=c.dtype).copy_(x) for x, c in zip(state, like, strict=True)]
@@ -183,7 +192,7 @@ class Integers(Scheme):
             half_step.make_room()
 
     def look(self, norms: Tensor, half_steps: list[exact.HalfStep], step: int) -> Tensor:
-        alarms, count = [h.alarm[step - 1 : step] for h in half_steps], norms.numel()
+        alarms, count = [h.alarm[:step][-1:] for h in half_steps], norms.numel()  # captured steps have one row
         values = torch.cat([norms.flatten().view(torch.int32), _worst(alarms)]).cpu()
         if step == 1:
             settle()  # also the overflow check of z0
@@ -215,17 +224,15 @@ class Integers(Scheme):
         if size < limit:
             return OverflowError(
                 f"{what}: the state exceeded {limit:g}, the limit with {fraction_bits} fraction bits, while {name} "
-                f"was only "
-                f"{size:.3g}: the iteration diverges with this beta; use a smaller one (revdeq.tune finds a good one), "
-                "or state=revdeq.Exact(fraction_bits=...) with fewer fraction bits"
+                f"was only {size:.3g}: the iteration diverges with this beta; use a smaller one (revdeq.tune finds a "
+                "good one), or state=revdeq.Exact(fraction_bits=...) with fewer fraction bits"
             )
         diverging = "; or the iteration diverges: find other coefficients with revdeq.tune" if name == "f" else ""
         needed = 30 - max(0, math.frexp(max(size, limit))[1])
         remedy = f"use state=revdeq.Exact(fraction_bits={needed}), or " if needed >= 1 else ""
         return OverflowError(
             f"{what}: {name} reached {size:.3g}, but with {fraction_bits} fraction bits magnitudes must stay below "
-            f"{limit:g}; "
-            f"{remedy}normalize {name}{diverging}"
+            f"{limit:g}; {remedy}normalize {name}{diverging}"
         )
 
 

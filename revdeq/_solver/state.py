@@ -16,7 +16,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from ..kernels.half_step import DTYPES, layout
+from ..kernels.half_step import DTYPES, LANES, layout
 
 State = list[Tensor]
 
@@ -155,8 +155,7 @@ def _misfit(name: str, out: Any, x: Tensor) -> Exception:
     if out.shape != x.shape:
         return ValueError(
             f"{name} has shape {tuple(out.shape)}: it must have the shape of z0, {tuple(x.shape)} (a layer's default "
-            f"is "
-            "that of x; to change it, pass deq(x, z0=...))"
+            "is that of x; to change it, pass deq(x, z0=...))"
         )
     if out.device != x.device:
         return ValueError(f"{name} is on {out.device}: it must be on the device of z0, {x.device}")
@@ -170,7 +169,7 @@ def laid_out_like(outputs: State, state: State) -> State:
     have to be converted."""
     return [
         torch.empty_like(x)
-        if layout(out) == layout(x) or x.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(out)
+        if layout(out) == layout(x) or x.numel() == 0 or not is_dense(out)
         else x.new_empty_strided(x.shape, out.stride())
         for out, x in zip(outputs, state, strict=True)
     ]
@@ -201,4 +200,20 @@ def checked_batch(leaves: State, spec: TreeSpec) -> None:
 
 def dense(grads: Any, like: State) -> State:
     """Convert gradients to dense tensors: None if f does not depend on a part of the state, and some are sparse."""
-    return [torch.zeros_like(x) if g is None else g.to_dense() for g, x in zip(grads, like, strict=True)]
+    return [
+        torch.zeros_like(x) if g is None else g if g.layout is torch.strided else g.to_dense()
+        for g, x in zip(grads, like, strict=True)
+    ]
+
+
+def two_like(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Memory for two tensors like x, which is dense, as two rows, and both tensors: one kernel can compute both. Rows
+    are longer than x, because kernels need aligned memory."""
+    room = -(-x.numel() // LANES) * LANES
+    rows = x.new_empty((2, room), dtype=dtype)
+    return rows, rows.as_strided((2, *x.shape), (room, *x.stride()))
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether its elements fill their memory, in any order."""
+    return torch.ops.aten.is_non_overlapping_and_dense(x)

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import _device
-from ..kernels.radix import Plan
 from .call import Call
 from .compact import Whole, rows_of, size_for
 from .context import FromTheStart, OnceMore, WithoutBenchmark, untraced
@@ -86,7 +85,6 @@ class Tape:
     first: the step at which the backward pass ends, and `end` the z that f read there, if it is not the initial state.
     last: for an implicit gradient, the last evaluation, if f depends on anything that requires a gradient.
     adjoint: statistics of the backward pass, once it has run.
-    plan: of captured steps (captured.py), which of them spill remainders.
     """
 
     _last_norms: Tensor
@@ -115,7 +113,6 @@ class Tape:
         self._compacts = False
         self.last: Last | None = None
         self.adjoint = Adjoint()
-        self.plan: Plan | None = None
         self.half_steps: tuple[list[Any], list[Any]] = ([], [])
         self.places = Places()
         self._home: Home | None = Home(self)  # during the forward pass; afterwards the graph refers to it
@@ -327,9 +324,10 @@ class Tape:
         scheme = self.scheme
         if self._start.carried is not None:
             y, z = (scheme.carried(state, like) for state in self._start.carried)
+        elif self.y0 is self.z0:
+            y, z = scheme.start_both(self.z0, like)
         else:
-            z = scheme.start(self.z0, like)
-            y = [x.clone() for x in z] if self.y0 is self.z0 else scheme.start(self.y0, like)
+            y, z = scheme.start(self.y0, like), scheme.start(self.z0, like)
         self.half_steps = scheme.bind(0, y, like, announced), scheme.bind(1, z, like, announced)
         if not has_tolerance:
             scheme.make_room([*self.half_steps[0], *self.half_steps[1]])
@@ -472,7 +470,10 @@ class Tape:
         """At half-step k, with gradients with respect to the state that it updated. Returns those with respect to f's
         outputs."""
         with self._lock:
-            return self._in_this_pass(grads).undo(home, k, grads)
+            way = self._way_back
+            if way is None or way.number != current_pass() or self.places.running >= 0:
+                way = self._in_this_pass(grads)
+            return way.undo(home, k, grads)
 
     def reaches(self, home: Home, k: int) -> bool:
         """Inside evaluation k, whose saved tensors are missing. Returns whether any gradient flows there."""
@@ -515,8 +516,7 @@ class Tape:
         if ctx is None:
             raise RuntimeError(
                 "only a tensor that f stored is left of this solve, but inverting its steps needs the final states: "
-                "keep "
-                "the solution alive until the backward pass"
+                "keep the solution alive until the backward pass"
             )
         return _states(ctx)
 
@@ -614,15 +614,17 @@ def backward(function: Callable[..., Any]) -> Any:
     """Decorator of our backward passes: leaves inference mode, in which f would have no graph, and disables the
     compiler, which in a compiled training step would compile f differently than in the forward pass."""
 
-    @leaving_no_hooks
+    outside = untraced(function)
+
     def run(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.compiler.is_compiling():
+            return outside(ctx, *grads)
         if not torch.is_inference_mode_enabled():
             return function(ctx, *grads)
         with torch.inference_mode(False), torch.no_grad():
             return function(ctx, *grads)
 
-    outside = untraced(run)
-    return staticmethod(lambda ctx, *grads: (outside if torch.compiler.is_compiling() else run)(ctx, *grads))
+    return staticmethod(run)
 
 
 def refuse_other_derivatives(grads: Sequence[Tensor | None]) -> None:
@@ -630,14 +632,12 @@ def refuse_other_derivatives(grads: Sequence[Tensor | None]) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate an "
-            "unrolled "
-            "iteration"
+            "unrolled iteration"
         )
     if any(g is not None and is_batched(g) for g in grads):
         raise RuntimeError(
             "the gradients of this backward pass are batched (is_grads_batched=True, or vmap around autograd.grad), "
-            "which a "
-            "solve does not support: call it once per gradient"
+            "which a solve does not support: call it once per gradient"
         )
 
 
@@ -677,7 +677,8 @@ class _Relax(torch.autograd.Function):
 
     @backward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (None, None, None, None, None, *ctx.home().back(ctx.home, ctx.k, grads), *[None] * len(grads))
+        home = ctx.home
+        return (None, None, None, None, None, *home().back(home, ctx.k, grads), *[None] * len(grads))
 
 
 class _End(torch.autograd.Function):

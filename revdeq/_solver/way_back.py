@@ -4,7 +4,7 @@
 import functools
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,40 +13,75 @@ from torch.autograd.graph import increment_version
 
 from .. import _device
 from ..kernels import reference
-from ..kernels.half_step import Coefficients
-from .call import AsBefore
+from ..kernels.half_step import LANES, Coefficients, chunk_count
+from .call import as_before
 from .context import OnceMore
 from .monitor import Sizes, apart, typical_magnitudes
-from .places import Differentiates, Filling, Home
+from .places import Differentiates, Home
 from .private import current_pass
-from .state import State, dense
+from .state import State, dense, is_dense, two_like
 
 if TYPE_CHECKING:
     from .tape import Tape
+
+
+class Adjoints:
+    """The adjoints of y and z, stored multiplied by b, as the seed of the next product; the multiplication by a is
+    fused with the next addition. Those of one tensor share their memory, so that one kernel computes both norms.
+
+    of: those of y (0) and of z (1).
+    """
+
+    def __init__(self, like: State) -> None:
+        rooms = [two_like(x, wide(x)) for x in like]
+        self._pairs = [pair for pair, _ in rooms]
+        self.of = [y for _, (y, z) in rooms], [z for _, (y, z) in rooms]
+        self.clear()
+
+    def clear(self) -> None:
+        for pair in self._pairs:
+            pair.zero_()
+
+    def take(self, grads: Sequence[Tensor | None], factors: tuple[float, float]) -> None:
+        """The gradients with respect to the last y and z, with a factor for each of the two."""
+        size = len(self._pairs)
+        for i, (adjoint, g) in enumerate(zip([*self.of[0], *self.of[1]], grads, strict=True)):
+            if g is not None:
+                scale_to(adjoint, g, factors[i // size])
+
+    def norms(self) -> State:
+        """Those of y's and z's, for each tensor of the state."""
+        return [torch.linalg.vector_norm(pair, dim=1) for pair in self._pairs]
+
+
+def first_factors(by_y: Any, by_z: Any, frozen: bool = False) -> tuple[float, float]:
+    """Of the gradients with respect to the last y and z, in their adjoints. The first addition to y's adjoint
+    multiplies it by a, except for frozen examples."""
+    return by_y.b if frozen else by_y.b / by_y.a, by_z.b
 
 
 class WayBack:
     """One backward pass through a tape.
 
     number: torch's id of the pass. at: the number of half-steps between the initial state and the current y and z.
-    adjoint: those of y and z, once there is a gradient. They are stored multiplied by b, as the seed of the next
-        product; the multiplication by a is fused with the next addition.
+    adjoint: those of y and z, once there is a gradient.
     """
 
     def __init__(self, tape: "Tape", saved: State, grads: Sequence[Tensor | None] | None, keeps: bool) -> None:
         """Takes the saved states, the gradients with respect to the last y and z, if the pass starts there, and whether
         the states and the graph are needed again."""
         self._tape: Tape = weakref.proxy(tape)  # a weak reference, to avoid a cycle
-        self._scheme, self.number = tape.scheme, current_pass()
-        self.at = 2 * tape.steps
-        self._graph_is_kept = keeps
+        self._scheme, self._places, self.number = tape.scheme, tape.places, current_pass()
+        self._first, self._learns, self._graph_is_kept = 2 * tape.first, tape.learns, keeps
+        self._count = self.at = 2 * tape.steps
         if keeps:
             saved = [x.clone() for x in saved]
         else:
             increment_version(saved)  # no solve can continue from there
-        size, count = len(tape.z0), 2 * tape.steps
+        size, device = len(tape.z0), tape.z0[0].device
+        self._other_devices = tape.places.devices - {device}
         # With per_example: examples that still moved at the last check end here.
-        self._ends = None if tape.ends is None else tape.ends.clamp(max=count)
+        self._ends = None if tape.ends is None else tape.ends.clamp(max=self.at)
         rest = iter(saved[2 * size :])
         counts = [self._scheme.spills(which, tape.steps) for which in (0, 1)] if len(saved) > 2 * size else [0, 0]
         spilled = [list(itertools.islice(rest, counts[i // size])) for i in range(2 * size)]
@@ -58,34 +93,37 @@ class WayBack:
         )
         self._is_compared = tape.monitor is not None and bool(tape.first == 0 or tape.end)
         self._magnitudes: State = []  # of each tensor of the state, if it is compared
-        self.adjoint: tuple[State, State] | None = None
-        self._size: Tensor | None = None  # the norm of the incoming gradient
-        if grads is not None:
-            by_y, by_z = self._scheme.at(count - 2), self._scheme.at(count - 1)
-            # Divided by a, because the first addition to y's adjoint multiplies by it, except for frozen examples.
-            factor = by_y.b / by_y.a if self._ends is None else by_y.b
-            self.adjoint = (
-                [scaled(g, factor, x) for g, x in zip(grads[:size], self._read, strict=True)],
-                [scaled(g, by_z.b, x) for g, x in zip(grads[size:], self._read, strict=True)],
-            )
-            if tape.monitor is not None and any(g is not None for g in grads):
-                self._size = norm([g for g in grads if g is not None])
-        self._has_z0 = False  # what f reads is z0, laid out as z0
+        self._maxima: State = []
+        self.adjoint: Adjoints | None = None
+        self._began: tuple[State, tuple[float, float]] | None = None  # the first norms of the adjoints, with factors
+        self._seeds: State = []  # the last ones, their versions, and of the first ones a function that makes them again
+        self._versions: list[int] = []
+        self._seeds_again: Callable[[], State] | None = None
+        self._spares_seeds: bool | None = None  # unknown before the first product
         self._outputs: State | None = None  # the outputs of the repeated evaluation
         self._filled = -1  # the evaluation whose saved tensors exist
-        self._as_before: AsBefore | None = None
-        self._spares_seeds: bool | None = None  # unknown before the first product
-        self._seeds: list[tuple[Tensor, int, Tensor]] = []  # the last seeds with their versions, and the adjoints
-        self._maxima: State = []
+        self._as_before: Any = None
         self._ready: list[Tensor | None] = []  # seeds that were written together with the adjoints
         self._slopes: dict[int, tuple[Tensor, Tensor]] = {}  # of the loss with respect to b and c, by half-step
+        if grads is not None:
+            self._begin(grads)
+
+    def _begin(self, grads: Sequence[Tensor | None]) -> None:
+        last = self._scheme.at(self.at - 2), self._scheme.at(self.at - 1)
+        factors = first_factors(*last, frozen=self._ends is not None)
+        self.adjoint = Adjoints(self._read)
+        self.adjoint.take(grads, factors)
+        if self._tape.monitor is not None and any(g is not None for g in grads):
+            self._began = self.adjoint.norms(), factors
+        by_z = grads[len(self._read) :]
+        self._seeds_again = lambda: [scaled(g, factors[1], x) for g, x in zip(by_z, self._read, strict=True)]
 
     def undo(self, home: Home, k: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Invert the half-step after half-step k, with the product that has arrived, and evaluate f again. Returns the
         seeds of the next product."""
-        if k < 2 * self._tape.first:
+        if k < self._first:
             return [None] * len(grads)
-        if self._seeds:
+        if self._seeds and (not self._spares_seeds or [x._version for x in self._seeds] != self._versions):
             self._look_at_seeds()
         if self._outputs is not None and self.at == k + 2:
             self._undo(grads)
@@ -94,7 +132,7 @@ class WayBack:
             self._add(k, grads)
         if self._outputs is None:
             self._evaluate(home)
-        if k == 2 * self._tape.first:
+        if k == self._first:
             self._arrive()
         return self._seeded(k)
 
@@ -109,8 +147,7 @@ class WayBack:
         if self.at < at or (self.at > at and self.adjoint is not None):
             raise RuntimeError(
                 "a gradient arrives at an evaluation of f that the backward pass of its solve has not reached yet, or "
-                "has "
-                "already passed (is a part of f on another device?): call backward for it separately, with "
+                "has already passed (is a part of f on another device?): call backward for it separately, with "
                 "retain_graph=True"
             )
         while self.at > at:
@@ -121,66 +158,76 @@ class WayBack:
                 if self._ends is not None:
                     half_step.each(self._ends, k)
                 half_step.invert(out, self._scheme.at(k))
-            self._leave()
+            self.empty()
+            self.at -= 1
 
     def _add(self, k: int, grads: Sequence[Tensor | None]) -> None:
         """Add gradients from outside to the adjoint of a state."""
         self._ready = []
         for i, g in enumerate(grads):
             if g is not None:
+                self._seeds_again = None
                 self._adjoint()[k % 2][i].add_(g.to_dense(), alpha=self._scheme.at(k).b)
 
-    def _adjoint(self) -> tuple[State, State]:
+    def _adjoint(self) -> tuple[State, ...]:
         if self.adjoint is None:
-            self.adjoint = [scaled(None, 1, x) for x in self._read], [scaled(None, 1, x) for x in self._read]
-        return self.adjoint
+            self.adjoint = Adjoints(self._read)
+        return self.adjoint.of
 
     def _undo(self, grads: Sequence[Tensor | None]) -> None:
         """Invert the last half-step, and update the other adjoint with the vector-Jacobian product of f."""
-        k, tape, adjoint = self.at - 1, self._tape, self._adjoint()
-        step, adjoint_step = self._scheme.at(k), self._scheme.adjoint_at(k - 1, 2 * tape.steps)
-        products = dense(grads, self._read)
+        k, adjoint, ends = self.at - 1, self._adjoint(), self._ends
+        step, adjoint_step = self._scheme.at(k), self._scheme.adjoint_at(k - 1, self._count)
         outputs, mine = self._apart(), adjoint[1 - k % 2]
-        rows = zip(self._half_steps[k % 2], outputs, mine, products, adjoint[k % 2], strict=True)
         # If f computes in another dtype than that of the adjoints, the same kernel writes the next seed. Also with
         # per_example, because frozen examples have a seed of 0.
         self._ready = [
-            torch.empty_like(a, dtype=out.dtype) if out.dtype != a.dtype or self._ends is not None else None
+            None if out.dtype == a.dtype and ends is None else torch.empty_like(a, dtype=out.dtype)
             for a, out in zip(mine, outputs, strict=True)
         ]
-        if self._ends is not None:
-            kept = self._scheme.kept_at(k - 1, 2 * tape.steps)
+        if ends is not None:
+            kept = self._scheme.kept_at(k - 1, self._count)
             for half_step in self._half_steps[k % 2]:
-                half_step.each(self._ends, k, kept)
-        if tape.learns:
+                half_step.each(ends, k, kept)
+        if self._learns:
             self._note_slopes(k, self._read, sign=1)
+        rows = zip(
+            self._half_steps[k % 2], outputs, mine, dense(grads, self._read), adjoint[k % 2], self._ready, strict=True
+        )
         if k > 1 or not self._is_compared:
-            for (half_step, *tensors), seed in zip(rows, self._ready, strict=True):
-                half_step.invert_adjoint(*tensors, step, adjoint_step, seed)
+            for half_step, out, own, vjp, other, seed in rows:
+                half_step.invert_adjoint(out, own, vjp, other, step, adjoint_step, seed)
         else:
-            known = zip(rows, tape.z0, self._floors(), self._ready, strict=True)
-            for (half_step, out, *of_adjoint), x, size, seed in known:
-                steps = step, adjoint_step
-                if self._ends is None:
-                    self._maxima.append(half_step.invert_compare(out, x, size, *of_adjoint, *steps, seed))
-                else:
-                    self._maxima.append(half_step.invert_compare(out, x, size, None, None, None, *steps))
-                    own, vjp, other = of_adjoint
-                    reference.update_adjoint(own, vjp, other, seed, adjoint_step, reference.taking(half_step))
+            self._compare_z(rows, step, adjoint_step)
         if k == 1:  # the initial state is known: use it, not its reconstruction
-            for x, initial in zip(self._read, tape.z0, strict=True):
-                x.copy_(initial)
-            self._has_z0 = all(x.stride() == z.stride() for x, z in zip(self._read, tape.z0, strict=True))
-        if tape.learns:
+            self._read = [h.in_order(x) for h, x in zip(self._half_steps[0], self._tape.z0, strict=True)]
+            for half_step, x in zip(self._half_steps[0], self._read, strict=True):
+                half_step.write_to(x)  # which reads it, and will not be inverted
+        if self._learns:
             self._note_slopes(k, self._read, sign=-1)
-        self._leave()
+        self.empty()
+        self.at -= 1
+
+    def _compare_z(self, rows: Any, step: Any, adjoint_step: Any) -> None:
+        """Update the adjoints of y, and compare the reconstruction of z0 with z0."""
+        if self._ends is None:
+            self._maxima = [room_for_maxima([*self._half_steps[0], *self._half_steps[1]])]
+        known = zip(rows, self._tape.z0, self._floors(), strict=True)
+        for (half_step, out, *of_adjoint, seed), x, floor in known:
+            if self._ends is None:
+                half_step.invert_compare(out, x, floor, *of_adjoint, step, adjoint_step, seed)
+            else:
+                self._maxima.append(half_step.invert_compare(out, x, floor, None, None, None, step, step))
+                reference.update_adjoint(*of_adjoint, seed, adjoint_step, reference.taking(half_step))
 
     def _note_slopes(self, k: int, x: State, sign: int) -> None:
         """Derivatives of the loss with respect to b_k and c_k, where x_k = (1 - b_k - c_k) x_{k-2} + b_k f + c_k
         x_{k-1}: the inner products of the adjoint of x_k with f - x_{k-2} and with x_{k-1} - x_{k-2}. Called first with
         x_{k-1}, then with x_{k-2}."""
         assert self.adjoint is not None and self._outputs is not None
-        adjoint = self.adjoint[k % 2] if self._ends is None else [self._moved(a, k) for a in self.adjoint[k % 2]]
+        adjoint = self.adjoint.of[k % 2]
+        if self._ends is not None:
+            adjoint = [self._moved(a, k) for a in adjoint]
         by_x = inner(adjoint, x)
         if sign > 0:
             self._slopes[k] = inner(adjoint, self._outputs), by_x
@@ -208,67 +255,54 @@ class WayBack:
                 rows[k, 1] = beta * (by_b - by_c)
         return rows.to(tape.coefficients)
 
-    def _leave(self) -> None:
-        """The evaluation whose half-step is undone."""
-        self.empty()
-        self.at -= 1
-
     def empty(self) -> None:
-        """Free the saved tensors of the last evaluation."""
-        tape = self._tape
+        """Free the saved tensors of the last evaluation. If f has parts on other devices, their nodes may run later."""
         if self._filled >= 0 and not (self._graph_is_kept and self._is_kept):
-            device = self._read[0].device
-            tape.places.empty(self._filled, only=device if tape.places.devices - {device} else None)
+            self._places.empty(self._filled, only=self._read[0].device if self._other_devices else None)
         self._filled, self._outputs = -1, None
 
     def _evaluate(self, home: Home) -> None:
         """Evaluate f again at the input of evaluation at - 1, unless its graph was kept."""
-        places, k = self._tape.places, self.at - 1
-        kept = places.filled.get(k)
+        k = self.at - 1
+        kept = self._places.filled.get(k)
         self._filled, self._is_kept = k, kept is not None and kept.outputs is not None
         self._outputs = kept.outputs if self._is_kept else self._evaluated_again(home, k)  # type: ignore[union-attr]
         assert self._outputs is not None
-        if self.at == 2 * self._tape.steps and self._is_compared:
-            # A state below its resolution is 0, but the output of f need not be.
-            rows = zip(self._read, self._outputs, strict=True) if self._scheme.resolution else zip(self._read)
-            self._magnitudes = [typical_magnitudes(*row) for row in rows]
+        if self.at == self._count and self._is_compared:
+            self._magnitudes = magnitudes_of(self._scheme, self._read, self._outputs)
 
     def _evaluated_again(self, home: Home, k: int) -> State:
-        tape, f, places = self._tape, self._tape.f, self._tape.places
-        as_before = self._as_before
-        if as_before is None:
-            as_before = self._as_before = AsBefore(f, places.leaves)
-
-        def evaluated() -> State:
-            # With a different layout, f might compute different bits.
-            is_own = k > 0 or self._has_z0
-            read = self._read if is_own else tape.z0
-            if f.changes_its_input or not is_own:
-                read = [x.clone() for x in read]
-            leaves = [x.detach().requires_grad_() for x in read]
-            with as_before, Filling(places, home, k):
-                return [x.detach() for x in f([no_leaf(x) for x in leaves] if f.changes_its_input else leaves, k)]
-
+        tape, f = self._tape, self._tape.f
+        if self._as_before is None:
+            self._as_before = as_before(f, self._places.leaves)
         while True:
+            # With a different layout, f might compute different bits.
+            read = self._read if k > 0 else [x if is_dense(x) else x.clone() for x in tape.z0]
+            leaves = [x.detach() for x in read] if not f.changes_its_input else [x.clone() for x in read]
+            for x in leaves:
+                x.requires_grad_()
             try:
-                return evaluated()
+                with self._as_before():
+                    return self._places.again(home, k, f, list(map(no_leaf, leaves)) if f.changes_its_input else leaves)
             except Differentiates:
-                places.needs_versions = True
+                self._places.needs_versions = True
             except OnceMore:
                 continue
 
     def _arrive(self) -> None:
         """At the initial state, or where the backward pass ends: check the reconstruction."""
-        tape, step = self._tape, self._scheme.at(2 * self._tape.first)
+        tape, step = self._tape, self._scheme.at(self._first)
         if self._is_compared and tape.first == 0:
             rows = zip(self._half_steps[0], self._apart(), tape.y0, self._floors(), strict=True)
-            self._maxima += [h.invert_compare(o, x, s, None, None, None, step, step) for h, o, x, s in rows]
+            found = [h.invert_compare(o, x, s, None, None, None, step, step) for h, o, x, s in rows]
+            if self._ends is not None or not self._maxima:
+                self._maxima += found
         elif self._is_compared:
-            self._maxima += map(apart, self._read, tape.end, self._floors())
-        if tape.learns and self.adjoint is not None:
-            self._note_slopes(2 * tape.first, self._read, sign=1)
+            self._maxima = list(map(apart, self._read, tape.end, self._floors()))
+        if self._learns and self.adjoint is not None:
+            self._note_slopes(self._first, self._read, sign=1)
             before = tape.y0 if tape.first == 0 else self._before_turn()
-            self._note_slopes(2 * tape.first, before, sign=-1)
+            self._note_slopes(self._first, before, sign=-1)
         if tape.monitor is not None:
             self._judge()
         if not self._graph_is_kept:
@@ -287,10 +321,9 @@ class WayBack:
         """Check the reconstruction, and record the growth of the adjoint."""
         tape = self._tape
         assert tape.monitor is not None and tape.norms is not None
-        if self._size is not None and self.adjoint is not None:
-            b = self._scheme.at(2 * tape.first).b, self._scheme.at(2 * tape.first + 1).b
-            y, z = map(norm, self.adjoint)
-            tape.adjoint.sizes = Sizes(self._size, y, z, b)
+        if self._began is not None and self.adjoint is not None:
+            b = self._scheme.at(self._first).b, self._scheme.at(self._first + 1).b
+            tape.adjoint.sizes = Sizes(*self._began, self.adjoint.norms(), b)
         of_z = tape.norms if self._ends is None else tape.norms.sum(1).to(self._ends.device)
         tape.monitor.judge(self._maxima, of_z, self._magnitudes, tape.adjoint.sizes)
 
@@ -301,17 +334,9 @@ class WayBack:
     def initial_grads(self, grads: Sequence[Tensor | None], apart: bool) -> tuple[State, State]:
         """The gradients with respect to z0 and y0, or their sum if they are not `apart`. Takes the product of the first
         evaluation."""
-        first, second = self._scheme.at(0), self._scheme.at(1)
-        same = first is second
-        step = second if same else Coefficients(second.a, second.b, first.c * second.b / first.b)
-        a = first.a if same else first.a * second.b / first.b
-        by_z0, by_y0 = [], []
-        for by_y, by_z, g, x in zip(*self._adjoint(), dense(grads, self._read), self._tape.z0, strict=True):
-            reference.update_adjoint(by_z, g, by_y, None, step)
-            by_z0.append(((by_z if apart else by_z + a * by_y) / second.b).to(x.dtype))
-            if apart:
-                by_y0.append((a * by_y / second.b).to(x.dtype))
-        return by_z0, by_y0
+        assert self.adjoint is not None
+        steps = self._scheme.at(0), self._scheme.at(1)
+        return initial_grads(self.adjoint, dense(grads, self._read), self._tape.z0, *steps, apart)
 
     def _seeded(self, k: int) -> Sequence[Tensor | None]:
         """The adjoints are used as seeds without a copy. A hook or custom function in f that modifies its gradient in
@@ -319,31 +344,39 @@ class WayBack:
         assert self._outputs is not None
         if self.adjoint is None:
             return [None] * len(self._outputs)
-        adjoint = self.adjoint[k % 2]
-        copy, ready = not self._spares_seeds, self._ready or [None] * len(adjoint)
-        self._ready = []
+        adjoint, ready, self._ready = self.adjoint.of[k % 2], self._ready or [None] * len(self._outputs), []
         if self._ends is not None:
-            adjoint, copy = [self._moved(a, k) if s is None else a for a, s in zip(adjoint, ready, strict=True)], False
-        seeds = [
-            a.to(out.dtype, copy=copy) if seed is None or seed.dtype != out.dtype else seed
-            for a, out, seed in zip(adjoint, self._outputs, ready, strict=True)
-        ]
-        if self._ends is None:
-            self._seeds = [(x, x._version, a) for x, a in zip(seeds, adjoint, strict=True)]
+            rows = zip(adjoint, self._outputs, ready, strict=True)
+            return [(self._moved(a, k) if seed is None else seed).to(out.dtype) for a, out, seed in rows]
+        copies = self._spares_seeds is False or (self._spares_seeds is None and self._seeds_again is None)
+        seeds = []
+        for a, out, seed in zip(adjoint, self._outputs, ready, strict=True):
+            if seed is None or seed.dtype != out.dtype:
+                seed = a if a.dtype == out.dtype and not copies else a.to(out.dtype, copy=True)
+            seeds.append(seed)
+        if self._spares_seeds is not False:
+            self._seeds, self._versions = seeds, [x._version for x in seeds]
         return seeds
 
     def _look_at_seeds(self) -> None:
-        if self._spares_seeds is False:
-            return
-        spared = all(x._version == version for x, version, _ in self._seeds)
-        if self._spares_seeds is None:
-            self._spares_seeds = spared and all(_equal(x, adjoint) for x, _, adjoint in self._seeds)
-        elif not spared:
+        """After the first product, and where a seed was changed later."""
+        if self._spares_seeds:
             raise RuntimeError(
                 "f modifies its gradient in place, but not in every evaluation (a hook, or the backward of a custom "
                 "function?), which has changed the solver's adjoint: write g.clamp(...) instead of g.clamp_(...)"
             )
-        self._seeds = []
+        assert self.adjoint is not None
+        seeds, self._seeds = self._seeds, []
+        spared = [x._version for x in seeds] == self._versions
+        again, self._seeds_again = self._seeds_again, None
+        adjoint = self.adjoint.of[(self.at - 1) % 2]
+        if not spared or _device.can_look(seeds[0]):  # autograd does not count all changes
+            expected = adjoint if again is None else again()
+            spared = spared and all(torch.equal(x, e.to(x.dtype)) for x, e in zip(seeds, expected, strict=True))
+            if not spared and again is not None:
+                for a, e in zip(adjoint, expected, strict=True):
+                    a.copy_(e)
+        self._spares_seeds = spared
 
     def _apart(self) -> State:
         """f's outputs, copied if needed: f may return one part of its state as another, and half-steps overwrite parts
@@ -355,12 +388,52 @@ class WayBack:
         return [out.clone() if out.untyped_storage().data_ptr() in memory else out for out in self._outputs]
 
 
+def initial_grads(
+    adjoint: Adjoints, products: State, z0: State, first: Any, second: Any, apart: bool = False
+) -> tuple[State, State]:
+    """The gradients with respect to z0 and y0, or their sum if they are not `apart`, from the adjoints after the first
+    step and the products of the first evaluation. Takes the coefficients of the first two half-steps."""
+    same = first is second
+    step = second if same else Coefficients(second.a, second.b, first.c * second.b / first.b)
+    a = first.a if same else first.a * second.b / first.b
+    by_z0, by_y0 = [], []
+    for by_y, by_z, g, x in zip(*adjoint.of, products, z0, strict=True):
+        reference.update_adjoint(by_z, g, by_y, None, step)
+        by_z0.append(((by_z if apart else by_z + a * by_y) / second.b).to(x.dtype))
+        if apart:
+            by_y0.append((a * by_y / second.b).to(x.dtype))
+    return by_z0, by_y0
+
+
+def magnitudes_of(scheme: Any, read: State, outputs: State) -> State:
+    """The typical magnitudes of each tensor of the state. One below the resolution of its scheme is 0, but the output
+    of f need not be."""
+    rows = zip(read, outputs, strict=True) if scheme.resolution else zip(read)
+    return [typical_magnitudes(*row) for row in rows]
+
+
+def room_for_maxima(half_steps: list[Any]) -> Tensor:
+    """Memory for the results of `invert_compare` of several half-steps, so that one kernel finds the largest."""
+    counts = [chunk_count(h.state) for h in half_steps]
+    room, begin = half_steps[0].state.new_empty((sum(counts), LANES), dtype=torch.int32), 0
+    for half_step, count in zip(half_steps, counts, strict=True):
+        half_step.maxima = room[begin : begin + count]
+        begin += count
+    return room
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype of adjoints."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def scaled(grad: Tensor | None, factor: float, like: Tensor) -> Tensor:
-    wide = torch.promote_types(like.dtype, torch.float32)
-    if grad is None:
-        return torch.zeros_like(like, dtype=wide)
-    result = torch.empty_like(like, dtype=wide)
-    return torch.mul(grad, factor, out=result) if grad.dtype == wide else result.copy_(grad).mul_(factor)
+    result = torch.empty_like(like, dtype=wide(like))
+    return result.zero_() if grad is None else scale_to(result, grad, factor)
+
+
+def scale_to(result: Tensor, grad: Tensor, factor: float) -> Tensor:
+    return torch.mul(grad, factor, out=result) if grad.dtype == result.dtype else result.copy_(grad).mul_(factor)
 
 
 def inner(xs: State, ys: State) -> Tensor:
@@ -373,11 +446,6 @@ def norm(xs: Sequence[Tensor]) -> Tensor:
     """The 2-norm of all tensors together."""
     norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).float() for x in xs]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-
-
-def _equal(given: Tensor, seed: Tensor) -> bool:
-    """Compares values, because autograd does not count all changes, unless that would synchronize."""
-    return not _device.can_look(seed) or torch.equal(given, seed.to(given.dtype))
 
 
 class _NoLeaf(torch.autograd.Function):

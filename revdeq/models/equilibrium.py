@@ -77,7 +77,7 @@ class Equilibrium(RevDEQ):
             with torch.autocast(x.device.type, enabled=False):  # a Gram matrix in bfloat16 would be singular
                 (z,), info = deq(f, z0)
             residual = info["rel_lowest"].mean()
-        self.last = Last(f.calls // 2, f.calls, residual, Adjoint())
+        self.last = Last(f.calls // 2, f.calls, Adjoint(), known=residual)
         f.inputs.clear()
         return z
 
@@ -233,4 +233,4 @@ def last_of(model: nn.Module) -> Last | None:
     if not lasts:
         return None
     changes = [x.change.amax() for x in lasts if x.nfe > 2] or [x.change.amax() for x in lasts]
-    return Last(sum(x.steps for x in lasts), sum(x.nfe for x in lasts), torch.stack(changes).amax(), Adjoint())
+    return Last(sum(x.steps for x in lasts), sum(x.nfe for x in lasts), Adjoint(), known=torch.stack(changes).amax())

@@ -673,7 +673,7 @@ def test_a_compiled_model_around_the_solve_breaks_its_graph_once():
     assert torch.equal(out, model(x))
     ours = torch.autograd.grad(out.sum(), list(model.parameters()))
     assert all(map(torch.equal, ours, torch.autograd.grad(model(x).sum(), list(model.parameters()))))
-    graphs = "before the solve", "for the zeros it starts from", "for the change in its last step", "after it"
+    graphs = "before the solve", "for the zeros it starts from", "after it"
     assert counter.frame_count == len(graphs)
 
 
@@ -885,7 +885,6 @@ def test_two_solves_with_dropout_in_two_threads_each_keep_their_mask():
 @pytest.mark.parametrize("when", ["forward", "backward", "a step"])
 def test_an_interruption_of_exit_leaves_no_hooks(monkeypatch, when):
     """Ctrl-C may come before the first line of an __exit__."""
-    from revdeq._solver import places
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -895,7 +894,7 @@ def test_an_interruption_of_exit_leaves_no_hooks(monkeypatch, when):
     seen = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(places.Within, "__exit__", interrupted)
+            patch.setattr(torch.autograd.graph.saved_tensors_hooks, "__exit__", interrupted)
             if when == "forward":
                 revdeq.solve(block, torch.zeros(3, 6), x)
             elif when == "a step":
