@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from .. import _device
 from .solve import solve
+from .way_back import inner
 
 CLOSEST_TO_1 = 1 / 16
 """A smaller |1 - beta| gains nothing, and costs the reconstruction four bits or more per half-step."""
@@ -104,13 +105,10 @@ class Problem:
 
 def log_residual(out: Any, z: Any) -> Tensor:
     """log(‖f(z) - z‖ / ‖z‖); infinity in place of NaN."""
-    pairs = list(zip(tree_leaves(out), tree_leaves(z), strict=True))
-    change = sum((new.double() - old.double()).square().sum() for new, old in pairs)
-    value = sum(old.double().square().sum() for _, old in pairs)
-    tiny = sys.float_info.min
-    return (torch.as_tensor(change).clamp(min=tiny).log() - torch.as_tensor(value).clamp(min=tiny).log()).nan_to_num(
-        math.inf, math.inf
-    ) / 2
+    states = tree_leaves(z)
+    changes = [new.double() - old for new, old in zip(tree_leaves(out), states, strict=True)]
+    change, value = (inner(x, x).clamp(min=sys.float_info.min).log() for x in (changes, states))
+    return (change - value).nan_to_num(math.inf, math.inf) / 2
 
 
 def descend(problem: Problem, start: Pairs, done: Callable[[], None]) -> Pairs:

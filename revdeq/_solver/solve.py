@@ -5,7 +5,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from .state import State, checked_batch, checked_state, checked_y0, structured, 
 from .tape import End, Start, Tape, relative_changes, relative_distance
 from .unchanged import is_compiled
 from .unrolled import has_fakes, in_compiled_model, is_traced, unrolled
+from .way_back import inner
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,17 @@ class Carry:
         return self.states
 
 
+class _Given(NamedTuple):
+    """The arguments of a solve."""
+
+    f: Callable[..., Any]
+    z0: Any
+    args: tuple[Any, ...]
+    y0: Any
+    kwargs: Mapping[str, Any] | None
+    options: dict[str, Any]
+
+
 @with_options()
 def solve(
     f: Callable[..., Any],
@@ -182,18 +194,17 @@ def solve(
     break, and f runs uncompiled. torch.export, torch.jit.trace and make_fx record a solve as unrolled operations. With
     tol=None no pass synchronizes with the device, so that both can be captured in a CUDA graph.
     """
-    call = f, z0, args, y0, kwargs, options
     if in_compiled_model():
         _break_the_graph()
-        return _solve_untraced(*call)
-    return _solve_traceably(*call) if is_traced() or has_fakes(z0) else _solve(*call)
+        return _solve_untraced(f, z0, args, y0, kwargs, options)
+    given = _Given(f, z0, args, y0, kwargs, options)
+    return _solve_traceably(given) if is_traced() or has_fakes(z0) else _solve(given)
 
 
-def _solve(*call: Any) -> Solution:
-    tape, spec = _tape(*call)
+def _solve(given: _Given) -> Solution:
+    tape, spec = _tape(given)
     if tape.options.capture:
-        f, _, args, _, kwargs, _ = call
-        end = captured.run(tape, spec, f, args, dict(kwargs or {}))
+        end = captured.run(tape, spec, given.f, given.args, dict(given.kwargs or {}))
     else:
         end = tape.run()
     if tape.last is not None:  # implicit gradient
@@ -234,17 +245,16 @@ def steps(
         >>> loss = sum(s.z.square().mean() for s in revdeq.steps(f, z0, x, max_steps=4))
         >>> loss.backward()
     """
-    call = f, z0, args, y0, kwargs, options
     if in_compiled_model():
         _break_the_graph()
-        return _steps_untraced(*call)
+        return _steps_untraced(f, z0, args, y0, kwargs, options)
     if is_traced() or has_fakes(z0):
         raise RuntimeError("revdeq.steps cannot be traced or exported: use revdeq.solve, which is then unrolled")
-    return _steps(*call)
+    return _steps(_Given(f, z0, args, y0, kwargs, options))
 
 
-def _steps(*call: Any) -> Iterator[Solution]:
-    checked = options_from(call[-1])
+def _steps(given: _Given) -> Iterator[Solution]:
+    checked = options_from(given.options)
     for name, usual in (("gradient", "exact"), ("backward_steps", None)):
         if getattr(checked, name) != usual:
             raise ValueError(
@@ -253,26 +263,19 @@ def _steps(*call: Any) -> Iterator[Solution]:
             )
     if checked.capture:
         captured.tell("revdeq.steps hands out every state: use revdeq.solve")
-    tape, spec = _tape(*call)
+    tape, spec = _tape(given)
     return (_solution(tape, spec, end) for end in tape.stepwise())
 
 
-def _tape(
-    f: Callable[..., Any],
-    z0: Any,
-    args: tuple[Any, ...],
-    y0: Any,
-    kwargs: Mapping[str, Any] | None,
-    keywords: dict[str, Any],
-) -> tuple[Tape, TreeSpec]:
+def _tape(given: _Given) -> tuple[Tape, TreeSpec]:
     """Check the arguments, and create the tape of a solve and the structure of its state."""
+    f, z0, args, y0, kwargs, keywords = given
     checked_f(f)
     options = options_from(keywords)
     if has_tangents():
         raise RuntimeError(
             "solve has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp), and the tangent would "
-            "be "
-            "lost: use reverse mode, or call solve outside of the dual level"
+            "be lost: use reverse mode, or call solve outside of the dual level"
         )
     if is_transformed():
         raise TypeError(
@@ -301,23 +304,14 @@ def _tape(
 
 def _solution(tape: Tape, spec: TreeSpec, end: End) -> Solution:
     assert tape.norms is not None
-    norms, scheme = tape.norms, tape.scheme
+    norms, scheme, nfe = tape.norms, tape.scheme, 2 * tape.steps
     taken: Any = tape.steps
     if tape.ends is not None:
-        norms, taken = norms.to(tape.ends.device), (tape.ends.clamp(max=2 * tape.steps) // 2).to(torch.int64)
-    return Solution(
-        z=structured(end.z, spec),
-        y=structured(end.y, spec),
-        steps=taken,
-        nfe=2 * tape.steps,
-        norms=norms,
-        beta=scheme.beta,
-        gamma=scheme.gamma,
-        state=scheme.name,
-        adjoint=tape.adjoint,
-        aux=end.aux,
-        carry=None if end.states is None else Carry.of(scheme, end.states),
-    )
+        norms, taken = norms.to(tape.ends.device), (tape.ends.clamp(max=nfe) // 2).to(torch.int64)
+    z, y = structured(end.z, spec), structured(end.y, spec)
+    carry = None if end.states is None else Carry.of(scheme, end.states)
+    known = scheme.beta, scheme.gamma, scheme.name, tape.adjoint
+    return Solution(z, y, taken, nfe, norms, *known, aux=end.aux, carry=carry)
 
 
 def learnt(keywords: dict[str, Any]) -> Tensor | None:
@@ -329,9 +323,9 @@ def learnt(keywords: dict[str, Any]) -> Tensor | None:
 def _in_compiled_model(run: Callable[..., Any]) -> Callable[..., Any]:
     """Inside a compiled model: one graph break. (torch.compiler.disable would import the compiler immediately.)"""
 
-    def saying_so(f: Any, *call: Any) -> Any:
-        _say_once_what_is_not_compiled(f)
-        return run(f, *call)
+    def saying_so(*given: Any) -> Any:
+        _say_once_what_is_not_compiled(given[0])
+        return run(_Given(*given))
 
     return untraced(saying_so)
 
@@ -364,15 +358,9 @@ def _say_once_what_is_not_compiled(f: Any) -> None:
 _said = False
 
 
-def _solve_traceably(
-    f: Callable[..., Any],
-    z0: Any,
-    args: tuple[Any, ...],
-    y0: Any,
-    kwargs: Mapping[str, Any] | None,
-    keywords: dict[str, Any],
-) -> Solution:
+def _solve_traceably(given: _Given) -> Solution:
     """In plain operations, because a tracer cannot record our kernels."""
+    f, z0, args, y0, kwargs, keywords = given
     for name in ("tol", "per_example", "aux"):
         if keywords.get(name):
             raise ValueError(
@@ -385,21 +373,10 @@ def _solve_traceably(
     if kwargs:
         run = functools.partial(run, **kwargs)
     y, z, before = unrolled(run, z0, args, coefficients, y0=y0, indexed=indexed)
-    pairs = zip(tree_leaves(z), tree_leaves(before), strict=True)
-    changes = [(new.double() - old.double()).square().sum() for new, old in pairs]
-    values = [x.double().square().sum() for x in tree_leaves(z)]
-    norms = torch.stack([torch.stack(changes).sum(), torch.stack(values).sum()])
-    return Solution(
-        z=z,
-        y=y,
-        steps=max_steps,
-        nfe=2 * max_steps,
-        norms=norms.detach(),
-        beta=step.beta,
-        gamma=step.gamma,
-        state="float64",
-        adjoint=Adjoint(),
-    )
+    states = [x.detach().double() for x in tree_leaves(z)]
+    changes = [new - old.detach().double() for new, old in zip(states, tree_leaves(before), strict=True)]
+    norms = torch.stack([inner(changes, changes), inner(states, states)])
+    return Solution(z, y, max_steps, 2 * max_steps, norms, step.beta, step.gamma, "float64", Adjoint())
 
 
 def _constants_of(**keywords: Any) -> tuple[Coefficients, tuple[Coefficients, ...], int, bool]:

@@ -232,8 +232,7 @@ def tune(
     if abs(1 - checked.beta) < CLOSEST_TO_1:
         raise ValueError(
             f"beta = {checked.beta!r} is within 1/16 of 1, where the backward pass would lose too many bits: start "
-            f"with "
-            "0.9 or 1.1, for example"
+            "with 0.9 or 1.1, for example"
         )
     if not isinstance(schedule, bool):
         raise TypeError(f"schedule = {schedule!r} must be True or False: whether to find a schedule")

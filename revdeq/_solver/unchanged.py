@@ -183,8 +183,7 @@ def refuse_sharded(modules: list[nn.Module], has_tolerance: bool) -> None:
     if any(isinstance(module, getattr(fsdp, "FullyShardedDataParallel", ())) for module in found):
         raise TypeError(
             "f contains a FullyShardedDataParallel module, whose parameters do not exist when f is evaluated again: "
-            "shard "
-            "f with torch.distributed.fsdp.fully_shard, or wrap the module around the solve"
+            "shard f with torch.distributed.fsdp.fully_shard, or wrap the module around the solve"
         )
     sharded = any(isinstance(module, fsdp.FSDPModule) for module in found)
     if has_tolerance and sharded and torch.distributed.get_world_size() > 1:
