@@ -51,12 +51,7 @@ def launch_blocks(
 
 
 def launch_chunks(
-    kernel: Any,
-    warps: int,
-    tensors: Tensors,
-    numbers: Numbers,
-    constants: tuple[Any, ...] = (),
-    examples: int = 1,
+    kernel: Any, warps: int, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...] = (), examples: int = 1
 ) -> None:
     """Launch one program per chunk of rows, which computes a sum or a maximum per lane."""
     n, rows, lanes = tensors[0].numel(), half_step.ROWS, half_step.LANES

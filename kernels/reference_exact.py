@@ -76,23 +76,6 @@ def relax(
     return bad
 
 
-def relax_norms(
-    state: Tensor,
-    f: Tensor,
-    read: Tensor | None,
-    copy: Tensor,
-    spill: Tensor | None,
-    radix: Radix,
-    each: Taking | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`relax`, and the partial sums of squares as in reference.py, but in float32."""
-    before = state >> 32
-    bad = relax(state, f, read, copy, spill, radix, each)
-    after = state >> 32
-    squares = [((x.to(torch.float32)) * radix.unit).square() for x in (after - before, after)]
-    return torch.stack([reference.lane_sums(x, each) for x in squares]), bad
-
-
 def previous(state: Tensor, f: Tensor, read: Tensor, spill: Tensor | None, radix: Radix) -> tuple[Tensor, Tensor]:
     """Y and R before the half-step; `spill` has the remainders that it spilled."""
     s, p, d = radix.sign, radix.p, radix.d
@@ -230,10 +213,12 @@ class HalfStep(half_step.HalfStep):
         self._raise_alarm(f, relax(self.state, f, read, self.copy, spill, step, taking(self)))
 
     def _relax_norms(self, f: Tensor, read: Tensor | None, step: Radix) -> Tensor:
-        spill = self._put_aside(step)
-        partial, bad = relax_norms(self.state, f, read, self.copy, spill, step, taking(self))
-        self._raise_alarm(f, bad)
-        return partial
+        """The sums of squares are those of reference.py, but in float32."""
+        before = self.state >> 32
+        self._relax(f, read, step)
+        after = self.state >> 32
+        squares = [(x.to(torch.float32) * step.unit).square() for x in (after - before, after)]
+        return torch.stack([reference.lane_sums(x, taking(self)) for x in squares])
 
     def _invert(self, f: Tensor, adjoints: Adjoints, step: Radix, adjoint_step: Linear) -> None:
         each = taking(self)

@@ -43,11 +43,6 @@ def _legacy(read: Callable[[], Any], write: Callable[[Any], Any]) -> Setting:
     return value, lambda value: None if value is None else write(value)
 
 
-def _float32_precision(*modules: Any) -> list[Setting]:
-    """Precision settings of matrix products, convolutions and recurrent layers, general ones first."""
-    return [_attribute(module, "fp32_precision") for module in modules]
-
-
 CPU_SETTINGS: list[Setting] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
@@ -55,7 +50,8 @@ CPU_SETTINGS: list[Setting] = [
     (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
     _legacy(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    *_float32_precision(torch.backends, _mkldnn, _mkldnn.matmul, _mkldnn.conv, _mkldnn.rnn),
+    # general ones first
+    *[_attribute(x, "fp32_precision") for x in (torch.backends, _mkldnn, _mkldnn.matmul, _mkldnn.conv, _mkldnn.rnn)],
 ]
 
 GPU_SETTINGS: list[Setting] = [
@@ -64,7 +60,7 @@ GPU_SETTINGS: list[Setting] = [
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
     _legacy(*_attribute(_cudnn, "allow_tf32")),
-    *_float32_precision(_cudnn, _cuda.matmul, _cudnn.conv, _cudnn.rnn),
+    *[_attribute(x, "fp32_precision") for x in (_cudnn, _cuda.matmul, _cudnn.conv, _cudnn.rnn)],
 ]
 
 
@@ -103,7 +99,9 @@ class Settings:
                 _write(self._settings, self._values)
             if self._default_device != _default_device():
                 stack.enter_context(self._default_device)
-            stack.enter_context(autocast_as(self._autocast))
+            for settings in self._autocast:
+                if settings != _autocast(settings["device_type"]):
+                    stack.enter_context(torch.autocast(**settings))
             yield
 
     def as_they_are_not_now(self) -> "Settings | None":
@@ -130,15 +128,6 @@ class WithoutBenchmark:
     def __exit__(self, *exception: object) -> None:
         if self._was:
             _cudnn.benchmark = True
-
-
-@contextlib.contextmanager
-def autocast_as(wanted: list[dict[str, Any]]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for settings in wanted:
-            if settings != _autocast(settings["device_type"]):
-                stack.enter_context(torch.autocast(**settings))
-        yield
 
 
 def _default_device() -> torch.device:

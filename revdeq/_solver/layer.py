@@ -87,11 +87,9 @@ class RevDEQ(nn.Module):
         for name in NAMES:
             setattr(self, name, getattr(checked, name))
         self.last = None
-        # A buffer, so that tuned coefficients are saved, broadcast and averaged. Zeros mean that there are none.
-        self._found: list[tuple[float, float]] = [(0.0, 0.0)]
-        self._seen = 0
-        self.register_buffer("coefficients", torch.empty(0))
-        self._write()
+        # Of `use`, in a buffer, so that they are saved, broadcast and averaged: zeros until then.
+        self.register_buffer("coefficients", torch.zeros(1, 2, dtype=torch.float64))
+        self._is_used, self._seen = False, self.coefficients._version
         self.register_parameter("learnt", None)
         if learn_coefficients not in (True, False, "pair"):
             raise ValueError(f"learn_coefficients = {learn_coefficients!r} must be True, False or 'pair'")
@@ -127,12 +125,7 @@ class RevDEQ(nn.Module):
         """Iterate step by step, like `revdeq.steps`.
 
         Args:
-            x: As for a call of the layer.
-            args: As for a call of the layer.
-            z0: As for a call of the layer.
-            y0: As for a call of the layer.
-            max_steps: As for a call of the layer.
-            kwargs: As for a call of the layer.
+            x, args, z0, y0, max_steps, kwargs: As for a call of the layer.
 
         Returns:
             An iterator over a `revdeq.Solution` for each step.
@@ -150,13 +143,12 @@ class RevDEQ(nn.Module):
     ) -> Tuning:
         """Tune the layer's beta and gamma, or its schedule, for this input by `revdeq.tune`.
 
-        The coefficients become part of the layer's `state_dict`. With torch.distributed, call it on all processes: all
-        of them get the coefficients of the first one. To tune on a single process, use `revdeq.tune` and `use`.
+        The coefficients become part of the layer's `state_dict`. With torch.distributed, all processes must call it,
+        and get those of the first one: a process that calls it alone waits for the others, until torch's timeout or
+        their next collective operation. To tune on a single process, use `revdeq.tune` and `use`.
 
         Args:
-            x: As for a call of the layer.
-            args: As for a call of the layer.
-            z0: As for a call of the layer.
+            x, args, z0: As for a call of the layer.
             schedule: Whether to find a pair for every half-step, as `revdeq.tune` does.
             batches: More inputs to tune for, each a tuple (x, *args).
             kwargs: As for a call of the layer.
@@ -186,8 +178,7 @@ class RevDEQ(nn.Module):
             TypeError, ValueError: A coefficient is invalid.
         """
         checked = options_from({**self.options, "beta": beta, "gamma": gamma, "schedule": schedule})
-        self.beta, self.gamma, self.schedule = beta, gamma, checked.schedule
-        self._found = [(float(beta), float(gamma)), *checked.pairs]
+        self.beta, self.gamma, self.schedule, self._is_used = float(beta), float(gamma), checked.schedule, True
         self._write()
         if self.learnt is not None:
             with torch.no_grad():
@@ -197,9 +188,8 @@ class RevDEQ(nn.Module):
     @property
     def options(self) -> dict[str, Any]:
         """The current options, as keyword arguments of `revdeq.solve`."""
-        if not torch.compiler.is_compiling() and self.coefficients._version != self._seen:
-            self._seen = self.coefficients._version
-            self._take(self.coefficients)  # the buffer was written to: loaded, broadcast or averaged
+        if not torch.compiler.is_compiling():
+            self._read()
         return {name: getattr(self, name) for name in NAMES}
 
     def _used(self, max_steps: int | None) -> dict[str, Any]:
@@ -211,6 +201,12 @@ class RevDEQ(nn.Module):
             options["schedule"] = inside(self.learnt).expand(rows, 2)
         return options
 
+    def _read(self) -> None:
+        """Use what was written into the buffer: loaded, broadcast or averaged."""
+        if self.coefficients._version != self._seen:
+            self._seen = self.coefficients._version
+            self._take(self.coefficients)
+
     def _take(self, coefficients: Tensor) -> None:
         (beta, gamma), *schedule = coefficients.tolist()
         if beta != 0:
@@ -218,7 +214,8 @@ class RevDEQ(nn.Module):
 
     def _write(self) -> None:
         """The buffer, which stays float64 when the weights are converted, and stays the tensor that DDP broadcasts."""
-        self.coefficients.data = torch.tensor(self._found, dtype=torch.float64, device=self.coefficients.device)
+        pairs = [(self.beta, self.gamma), *(self.schedule or ())] if self._is_used else [(0.0, 0.0)]
+        self.coefficients.data = torch.tensor(pairs, dtype=torch.float64, device=self.coefficients.device)
         self._seen = self.coefficients._version
 
     def _start(self, x: Any, z0: Any) -> Any:
@@ -230,23 +227,22 @@ class RevDEQ(nn.Module):
         return tree_map(_zeros_like, x) if z0 is None else z0
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        self._read()
         super()._apply(fn, recurse)
         self._write()
         return self
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        """Update the buffer, in case the attributes were changed."""
-        if self._found[0] != (0.0, 0.0) and self._found != (now := [(self.beta, self.gamma), *(self.schedule or ())]):
-            self._found = now
-            self._write()
+        self._read()
+        self._write()  # the attributes may have been changed
         super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """A state dict without tuned coefficients, or without the buffer, leaves the current ones unchanged."""
-        found = state_dict.get(prefix + "coefficients")
-        if found is not None:
-            self._take(found.view(-1, 2))  # earlier versions saved one pair
-        state_dict[prefix + "coefficients"] = self.coefficients
+        """A state dict without coefficients, or from before `use`, leaves the current ones unchanged."""
+        name = f"{prefix}coefficients"
+        if name in state_dict:
+            self._take(state_dict[name].view(-1, 2))  # earlier versions saved one pair
+        state_dict[name] = self.coefficients
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._seen = self.coefficients._version
 

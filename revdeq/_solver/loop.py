@@ -20,9 +20,7 @@ def loop(f: Callable[..., Any], z0: Any, *args: Any, times: int = 16, **options:
     a fifth of what storing float32 states would take.
 
     Args:
-        f: As for `revdeq.solve`.
-        z0: As for `revdeq.solve`.
-        args: As for `revdeq.solve`.
+        f, z0, args: As for `revdeq.solve`.
         times: How often f is applied, an even number: a step is two passes.
         options: The options of `revdeq.solve` except max_steps, and y0 and kwargs.
 

@@ -133,44 +133,32 @@ class Options:
         _at_least("keep", self.keep, 0, "the number of last evaluations whose graphs are kept")
         if self.backward_steps is not None:
             _at_least("backward_steps", self.backward_steps, 1, "the number of last steps to differentiate; None: all")
-        if self.tol is not None:
-            if not isinstance(self.tol, Real):
-                raise TypeError(f"tol = {self.tol!r} must be a number, or None to take exactly max_steps steps")
-            if not 0 < self.tol <= sys.float_info.max:
-                raise ValueError(
-                    f"tol = {self.tol!r} must be positive and finite, or None to take exactly max_steps steps"
-                )
+        if self.tol is not None and not isinstance(self.tol, Real):
+            raise TypeError(f"tol = {self.tol!r} must be a number, or None to take exactly max_steps steps")
+        if self.tol is not None and not 0 < self.tol <= sys.float_info.max:
+            self._refuse("tol", "must be positive and finite, or None to take exactly max_steps steps")
         if self.per_example and self.tol is None:
-            raise ValueError("per_example = True needs a tol, at which an example stops: for example tol=1e-3")
+            self._refuse("per_example", "needs a tol, at which an example stops: for example tol=1e-3")
         if self.compact and not self.per_example:
-            raise ValueError("compact = True leaves out examples that have stopped: set per_example=True and a tol")
+            self._refuse("compact", "leaves out examples that have stopped: set per_example=True and a tol")
         if self.compact and self.aux:
-            raise ValueError(
-                f"aux = {self.aux!r} would have different examples in every evaluation: leave it out with compact=True"
-            )
+            self._refuse("aux", "would have different examples in every evaluation: leave it out with compact=True")
         if self.per_example and self.backward_steps is not None:
-            raise ValueError(
-                f"backward_steps = {self.backward_steps!r} counts steps of the batch, in which some examples have "
-                "already stopped: leave it out with per_example=True"
-            )
+            why = "counts steps of the batch, in which some examples have already stopped"
+            self._refuse("backward_steps", f"{why}: leave it out with per_example=True")
         if self.state not in ("auto", "float64", "exact") and not isinstance(self.state, Exact):
-            raise ValueError(
-                f"state = {self.state!r} must be 'auto', 'float64', 'exact' or revdeq.Exact(fraction_bits=...)"
-            )
+            self._refuse("state", "must be 'auto', 'float64', 'exact' or revdeq.Exact(fraction_bits=...)")
         if self.check not in CHECKS:
-            raise ValueError(f"check = {self.check!r} must be 'warn', 'raise' or None")
+            self._refuse("check", "must be 'warn', 'raise' or None")
         if self.gradient not in GRADIENTS:
-            raise ValueError(
-                f"gradient = {self.gradient!r} must be 'exact' (of the iteration) or 'implicit' (of the fixed point, "
-                "by the implicit function theorem)"
-            )
-        if self.gradient == "implicit":
-            for name, none in (("keep", 0), ("backward_steps", None), ("aux", False)):
-                if getattr(self, name) != none:
-                    raise ValueError(
-                        f"{name} = {getattr(self, name)!r} applies to gradient='exact' only: leave it out with "
-                        "gradient='implicit'"
-                    )
+            fixed_point = "'implicit' (of the fixed point, by the implicit function theorem)"
+            self._refuse("gradient", f"must be 'exact' (of the iteration) or {fixed_point}")
+        for name, none in (("keep", 0), ("backward_steps", None), ("aux", False)):
+            if self.gradient == "implicit" and getattr(self, name) != none:
+                self._refuse(name, "applies to gradient='exact' only: leave it out with gradient='implicit'")
+
+    def _refuse(self, name: str, why: str) -> None:
+        raise ValueError(f"{name} = {getattr(self, name)!r} {why}")
 
     @property
     def pairs(self) -> tuple[tuple[float, float], ...]:

@@ -136,12 +136,7 @@ class _Given(NamedTuple):
 
 @with_options()
 def solve(
-    f: Callable[..., Any],
-    z0: Any,
-    *args: Any,
-    y0: Any = None,
-    kwargs: Mapping[str, Any] | None = None,
-    **options: Any,
+    f: Callable[..., Any], z0: Any, *args: Any, y0: Any = None, kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> Solution:
     """Find z = f(z, *args) by the reversible fixed-point iteration (equation 5 of the paper)
 
@@ -215,12 +210,7 @@ def _solve(given: _Given) -> Solution:
 
 @with_options()
 def steps(
-    f: Callable[..., Any],
-    z0: Any,
-    *args: Any,
-    y0: Any = None,
-    kwargs: Mapping[str, Any] | None = None,
-    **options: Any,
+    f: Callable[..., Any], z0: Any, *args: Any, y0: Any = None, kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> Iterator[Solution]:
     """The iteration of `revdeq.solve`, step by step, with the same bits.
 
@@ -228,11 +218,7 @@ def steps(
     gradients, in the memory of the states that you keep. You may leave the loop early.
 
     Args:
-        f: As for `revdeq.solve`.
-        z0: As for `revdeq.solve`.
-        args: As for `revdeq.solve`.
-        y0: As for `revdeq.solve`.
-        kwargs: As for `revdeq.solve`.
+        f, z0, args, y0, kwargs: As for `revdeq.solve`.
         {options}
 
     Returns:

@@ -101,13 +101,9 @@ class Tuning:
             words = f"{trial.beta:6.3f}  {trial.gamma:6.3f}  {size:<10}{trial.evaluations:<13}{', '.join(notes)}"
             lines.append(words.rstrip())
         if self.schedule is not None:
+            found = f"a pair for each of {len(self.schedule)} half-steps: {self.residual:.1e}"
             nearer = self._best.residual / self.residual
-            lines += [
-                "",
-                f"a pair for each of {len(self.schedule)} half-steps: {self.residual:.1e}, {nearer:.1f} times",
-            ]
-            lines[-1] += " closer than the best pair"
-            lines += ["", "  beta   gamma"]
+            lines += ["", f"{found}, {nearer:.1f} times closer than the best pair", "", "  beta   gamma"]
             lines += [f"{beta:6.3f}  {gamma:6.3f}" for beta, gamma in self.schedule]
         return "\n".join(lines)
 
@@ -146,39 +142,24 @@ class Tuning:
             axes.set(yscale="log", xlabel="evaluations of f", ylabel="‖f(z) - z‖ / ‖z‖")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(alpha=0.25)
-            figure.legend(loc="outside upper center", ncols=3, frameon=False)
-            if path is not None:
-                figure.savefig(path, dpi=150)
-            return figure
-        finite = [t for t in self.trials if 0 < t.residual < math.inf]
-        others = [t for t in self.trials if not math.isfinite(t.residual)]
-        if others:
-            axes.scatter(
-                [t.beta for t in others], [t.gamma for t in others], marker="x", color="grey", label="diverges"
-            )
-        if finite:
-            low, high = min(t.residual for t in finite), max(t.residual for t in finite)
-            points = axes.scatter(
-                [t.beta for t in finite],
-                [t.gamma for t in finite],
-                c=[t.residual for t in finite],
-                norm=LogNorm(low, max(high, 1.001 * low)),
-                cmap="viridis_r",
-                s=45,
-            )
-            figure.colorbar(points, label=f"relative residual {self._when}")
-        axes.scatter([self.beta], [self.gamma], marker="o", s=160, facecolors="none", edgecolors="red", label="best")
-        axes.scatter(
-            [self.given.beta],
-            [self.given.gamma],
-            marker="s",
-            s=110,
-            facecolors="none",
-            edgecolors="black",
-            label="given",
-        )
-        axes.axvspan(1 - CLOSEST_TO_1, 1 + CLOSEST_TO_1, color="grey", alpha=0.15, lw=0)
-        axes.set(xlabel="beta (the grey band is not tried)", ylabel="gamma")
+        else:
+
+            def scatter(trials: Sequence[Any], **style: Any) -> Any:
+                return axes.scatter([t.beta for t in trials], [t.gamma for t in trials], **style)
+
+            finite = [t for t in self.trials if 0 < t.residual < math.inf]
+            others = [t for t in self.trials if not math.isfinite(t.residual)]
+            if others:
+                scatter(others, marker="x", color="grey", label="diverges")
+            if finite:
+                sizes = [t.residual for t in finite]
+                colours = LogNorm(min(sizes), max(*sizes, 1.001 * min(sizes)))
+                points = scatter(finite, c=sizes, norm=colours, cmap="viridis_r", s=45)
+                figure.colorbar(points, label=f"relative residual {self._when}")
+            scatter([self], s=160, facecolors="none", edgecolors="red", label="best")
+            scatter([self.given], marker="s", s=110, facecolors="none", edgecolors="black", label="given")
+            axes.axvspan(1 - CLOSEST_TO_1, 1 + CLOSEST_TO_1, color="grey", alpha=0.15, lw=0)
+            axes.set(xlabel="beta (the grey band is not tried)", ylabel="gamma")
         figure.legend(loc="outside upper center", ncols=3, frameon=False)
         if path is not None:
             figure.savefig(path, dpi=150)
@@ -205,9 +186,7 @@ def tune(
     its parameters and their gradients are not changed. Tune again after f has been trained for a while.
 
     Args:
-        f: As for `revdeq.solve`.
-        z0: As for `revdeq.solve`.
-        args: As for `revdeq.solve`.
+        f, z0, args: As for `revdeq.solve`.
         schedule: Whether to find a pair for every half-step: for all 2 `max_steps`, or with a `tol` for as many as the
             best pair needs. It is optimized for the state after the last of them.
         batches: More inputs to tune for, each a tuple (z0, *args), with equal weight. A schedule from two or three

@@ -91,10 +91,7 @@ def verify(
     compared, regardless of `keep` and `backward_steps`.
 
     Args:
-        f: As for `revdeq.solve`.
-        z0: As for `revdeq.solve`.
-        args: As for `revdeq.solve`.
-        kwargs: As for `revdeq.solve`.
+        f, z0, args, kwargs: As for `revdeq.solve`.
         {options}
 
     Returns:
