@@ -77,7 +77,8 @@ class Problem:
         if block in BLOCKS:
             self.f, x, self.seed = problem(block, batch or BLOCKS[block])
         else:
-            self.f, (x,) = trained(block)
+            self.f, xs = trained(block, SEEN + HELD_OUT)
+            self.seen, self.held_out, x = xs[:SEEN], xs[SEEN:], xs[0]
             self.seed = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
         self.x, self.parameters = x.detach(), list(self.f.parameters())
         tuning = revdeq.tune(self.f, torch.zeros_like(x), self.x, beta=0.8, max_steps=TUNED_AT // 2)
@@ -103,7 +104,9 @@ class Problem:
 
     @functools.cache  # noqa: B019  there are four, and the problem lives as long as they are needed
     def schedule(self, k):
-        return revdeq.tune(self.f, torch.zeros_like(self.x), self.x, beta=0.8, max_steps=k // 2, schedule=True).schedule
+        """Tuned for all batches that may be seen, of a trained block."""
+        first, *others = [(torch.zeros_like(x), x) for x in self.seen]
+        return revdeq.tune(self.f, *first, batches=others, beta=0.8, max_steps=k // 2, schedule=True)
 
     def solvers(self, anderson=None):
         """Solves without a gradient, by the number of evaluations."""
@@ -229,7 +232,7 @@ def worst(gradients, expected):
 def measure_residuals(given, block, add, quick, clock):
     """Measure solves without a gradient."""
     needed, solvers = {}, given.solvers()
-    if quick:
+    if block in BLOCKS:
         del solvers["ours, schedule"]
     for name in solvers:
         found = given.residuals(name)
@@ -258,11 +261,13 @@ def measure_residuals(given, block, add, quick, clock):
 def measure_gradients(given, block, add, quick, clock):
     """Measure a forward and a backward pass, and the error of their gradient."""
     expected = fixed_points_gradient(given.f, given.x, given.seed, **given.pair)
-    cases = [(name, k) for name, ks in (QUICK if quick else PROVIDERS).items() for k in ks]
+    providers = {
+        name: ks
+        for name, ks in (QUICK if quick else PROVIDERS).items()
+        if "schedule" not in name or block not in BLOCKS
+    }
+    cases = [(name, k) for name, ks in providers.items() for k in ks]
     distances = {}
-    for name, k in cases:
-        if "schedule" in name:
-            given.schedule(k)  # the search is not timed
 
     def run(case):
         gradients = given.gradient(*case)
@@ -272,7 +277,7 @@ def measure_gradients(given, block, add, quick, clock):
     runs = {case: functools.partial(run, case) for case in cases}
     times = take_turns(runs, 4.0, least=1e-4, rounds=(2, 6), clock=clock)
     memory = {}
-    for name, ks in (QUICK if quick else PROVIDERS).items():
+    for name, ks in providers.items():
         k = next((k for k in ks if k >= MEMORY_AT), ks[-1])
         memory[name] = peak_memory(runs[name, k], DEVICE)
         add(f"gradient, {block}", name, k, "bytes", [memory[name]])
@@ -284,13 +289,12 @@ def measure_gradients(given, block, add, quick, clock):
         print(f"  {name:26}{k:12}{took:>12}{distances[name, k]:12.1e}{memory[name] / 2**20:8.1f} MiB", flush=True)
 
 
-def measure_schedules(block, add, clock, counts=SCHEDULED):
-    """Measure residuals on batches that were not used for tuning, and the time of the search."""
-    f, xs = trained(block, SEEN + HELD_OUT)
-    first, *others = [(torch.zeros_like(x), x) for x in xs[:SEEN]]
+def measure_schedules(given, block, add, clock, counts=SCHEDULED):
+    """Find the schedules. Measure residuals on batches that were not used for tuning, and the time of the search."""
+    f, xs = given.f, given.held_out
     names = ("m", "lam", "tau")
     settings = [dict(zip(names, v, strict=True)) for v in itertools.product(HISTORIES, REGULARISATIONS, DAMPINGS)]
-    theirs = [[along_torchdeqs("anderson", f, x, max(counts), **each) for each in settings] for x in xs[SEEN:]]
+    theirs = [[along_torchdeqs("anderson", f, x, max(counts), **each) for each in settings] for x in xs]
 
     @torch.no_grad()
     def residual(x, **how):
@@ -300,12 +304,12 @@ def measure_schedules(block, add, clock, counts=SCHEDULED):
     print(f"\n{block}, held out\n  {'evaluations':>12}{'schedule':>12}{'tuned':>12}{'Anderson':>12}{'search':>12}")
     for k in counts:
         began = clock()
-        found = revdeq.tune(f, *first, batches=others, beta=0.8, max_steps=k // 2, schedule=True)
+        found = given.schedule(k)
         took = clock() - began
         pair = {"beta": found.beta, "gamma": found.gamma, "max_steps": k // 2}
         sizes = {
-            "ours, schedule": [residual(x, schedule=found, **pair) for x in xs[SEEN:]],
-            "ours, tuned": [residual(x, **pair) for x in xs[SEEN:]],
+            "ours, schedule": [residual(x, schedule=found, **pair) for x in xs],
+            "ours, tuned": [residual(x, **pair) for x in xs],
             "Anderson": [min(each[k] for each in batch) for batch in theirs],
         }
         for name, values in sizes.items():
@@ -323,10 +327,10 @@ def main():
     for block in tqdm(blocks, desc="convergence", leave=False, disable=None):
         given = Problem(block, 2 if quick else None)
         add = table.add if table else lambda *row: None
+        if block not in BLOCKS:
+            measure_schedules(given, block, add, clock)  # the other two use the schedules
         measure_residuals(given, block, add, quick, clock)
         measure_gradients(given, block, add, quick, clock)
-        if block not in BLOCKS:
-            measure_schedules(block, add, clock)
 
 
 if __name__ == "__main__":
