@@ -48,6 +48,20 @@ LOOPED = (
     "reversible",
     "revdeq.loop",
 )
+LABELS = {
+    "fused": "ours, float64 state",
+    "fused, exact state": "ours, exact state",
+    "unfused": "unfused PyTorch",
+    "unfused, in place": "unfused PyTorch, in place",
+    "copy": "a copy of the same bytes",
+    "Anderson as it is, IFT": "Anderson with defaults, IFT",
+    "f again": "f, evaluated again",
+    "products": "vector-Jacobian products",
+    "invert and adjoint": "inverse and adjoint",
+    "own, forward": "overhead, forward",
+    "own, backward": "overhead, backward",
+}
+"""What legends say, where that is not the provider's name."""
 WIDTHS = {"stored graph": 5.0, "checkpoint": 3.8, "reversible": 3.2}
 """Some curves coincide: the ones drawn first are wider, so that all are visible."""
 BLOCKS = ("conv block", "transformer block")
@@ -129,7 +143,7 @@ def _bandwidth(series):
             sizes = sorted(points)
             speeds = [points[n].bytes_moved / points[n].p50 / 1e9 for n in sizes]
             line = "--" if provider == "copy" else "-"
-            axis.plot(sizes, speeds, line, color=COLORS[provider], label=provider, marker=".")
+            axis.plot(sizes, speeds, line, color=COLORS[provider], label=LABELS.get(provider, provider), marker=".")
         axis.set(yscale="log", title=f"{direction} half-step, float32 f", xlabel="elements")
         axis.set_xscale("log", base=2)
         axis.yaxis.set_major_formatter("{x:g}")
@@ -145,7 +159,7 @@ def _with_legend(figure):
     """One legend for all panels, above them."""
     lines = {line.get_label(): line for axis in figure.axes for line in axis.lines}
     shown = {label: line for label, line in lines.items() if not label.startswith("_")}
-    columns = 4 if len(shown) > 5 else len(shown)
+    columns = 4 if len(shown) > 6 else 3 if len(shown) > 5 else len(shown)
     figure.legend(shown.values(), shown, loc="outside upper center", ncols=columns, frameon=False, fontsize=8)
     return figure
 
@@ -220,8 +234,9 @@ def _residuals(series):
     for block, axis in panels.items():
         for provider in ("ours, tuned", "ours, beta .8", "ours, beta .5", "Anderson", "Broyden"):
             points = series.get((f"residual, {block}", provider, "float32", "residual"), {})
-            axis.plot(sorted(points), [points[k].p50 for k in sorted(points)], color=COLORS[provider], label=provider)
-        axis.set(yscale="log", ylim=(1e-4, 2), xlabel="evaluations of f", ylabel="‖f(z) - z‖ / ‖z‖")
+            values = [points[k].p50 for k in sorted(points)]
+            axis.plot(sorted(points), values, color=COLORS[provider], label=provider)
+        axis.set(yscale="log", xlim=(0, 62), ylim=(1e-4, 2), xlabel="evaluations of f", ylabel="‖f(z) - z‖ / ‖z‖")
         axis.yaxis.set_minor_formatter(NullFormatter())
     return _with_legend(figure)
 
@@ -232,8 +247,8 @@ def _schedules(series):
     for block, axis in panels.items():
         for provider, style in (("ours, schedule", "o-"), ("ours, tuned", "s-"), ("Anderson", "^:")):
             points = series.get((f"held out, {block}", provider, "float32", "residual"), {})
-            sizes = [points[k].p50 for k in sorted(points)]
-            axis.plot(sorted(points), sizes, style, color=COLORS[provider], label=provider, markersize=4)
+            values = [points[k].p50 for k in sorted(points)]
+            axis.plot(sorted(points), values, style, color=COLORS[provider], label=provider, markersize=4)
             axis.set_xticks(sorted(points))
         axis.set(yscale="log", xlabel="evaluations of f", ylabel="‖f(z) - z‖ / ‖z‖")
         axis.yaxis.set_minor_formatter(NullFormatter())
@@ -258,11 +273,12 @@ def _distances(series):
                 [distances[k].p50 for k in sizes],
                 style,
                 color=color,
-                label=provider,
+                label=LABELS.get(provider, provider),
                 markersize=4,
                 linewidth=1.2,
             )
-        axis.set(xscale="log", yscale="log", xlabel="forward and backward pass, ms", ylabel="distance of the gradient")
+        axis.set(xscale="log", yscale="log", xlabel="forward and backward pass, ms")
+        axis.set_ylabel("distance to the fixed point's gradient")
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_major_formatter("{x:g}")
         for labels in (axis.xaxis, axis.yaxis):
@@ -285,7 +301,7 @@ def _dial(series):
             return points[name]["bytes"] / 2**20, points[name]["time over stored graph"]
 
         curve = [place(name) for _, name in kept]
-        axis.plot(*zip(*curve, strict=True), "o-", color=COLORS["reversible"], label="ours, exact gradient, by keep")
+        axis.plot(*zip(*curve, strict=True), "o-", color=COLORS["reversible"], label="ours, by `keep`")
         for i, ((k, _), at) in enumerate(zip(kept, curve, strict=True)):
             beside = [time for _, time in (*curve[max(0, i - 1) : i], *curve[i + 1 : i + 2])]
             offset = 0, 6 if at[1] >= sum(beside) / len(beside) else -13  # where the curve bends away
@@ -300,12 +316,12 @@ def _dial(series):
         ):
             axis.plot(*place(name), marker, linestyle="none", color=COLORS[name], label=label, markersize=7)
         axis.set(title=block, xlabel="peak memory, MiB", xlim=(0, None), ylim=(0.5, 1.5))
-    axes[0].set_ylabel("time, over the stored graph")
+    axes[0].set_ylabel("time relative to the stored graph")
     return _with_legend(figure)
 
 
 def _looped(series):
-    """Memory and time by depth, for every way to train a loop."""
+    """Memory and time by depth, for every method of training a loop."""
     figure, axes = _two_panels()
     for axis, quantity, factor, title in (
         (axes[0], "bytes", 2**-20, "peak memory, MiB"),
@@ -328,7 +344,7 @@ def _looped(series):
 
 
 def _steps_taken(series):
-    """A histogram of the steps that puzzles take, for each of their sizes."""
+    """A histogram of the steps that puzzles take, for each size."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
     for axis, kind in zip(axes, ("mazes", "prefix sums"), strict=True):
         found = {key[1]: points for key, points in series.items() if key[0] == f"steps taken, {kind}"}
@@ -344,7 +360,7 @@ def _steps_taken(series):
             color = colors(0.15 + 0.75 * row / len(found))
             axis.bar(edges, heights, width, bottom=row, align="edge", color=color, edgecolor="none")
         axis.set_yticks(range(len(found)), found)
-        axis.set(title=kind, xlabel="steps that an example takes", xlim=(0, None))
+        axis.set(title=kind, xlabel="steps per example", xlim=(0, None))
         axis.grid(visible=False, axis="y")
     return figure
 
@@ -361,7 +377,8 @@ def _breakdown(series):
         }
         whole, left = sum(parts.values()), 0.0
         for color, (part, seconds) in zip(colors, parts.items(), strict=False):
-            axis.barh(y, seconds / whole, left=left, color=color, label=part if y == 0 else None)
+            label = LABELS.get(part, part) if y == 0 else None
+            axis.barh(y, seconds / whole, left=left, color=color, label=label)
             left += seconds / whole
     axis.set_yticks(range(len(problems)), problems)
     axis.set_xlabel("share of a training step")
