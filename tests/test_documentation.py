@@ -11,10 +11,10 @@ import pytest
 import torch
 from make_api import Entry, documentation, is_error, is_protocol, members, parsed, public
 from sample_data import write_cifar_binary, write_encoding, write_wikitext
+from spectrum import best_coefficients, rate
 from torch import nn
 
 import revdeq
-from revdeq._solver.tune import best_coefficients, rate
 from revdeq.training.data import DataSet
 
 pytest.importorskip("torchdeq", reason="torchdeq is not installed: pip install 'revdeq[torchdeq]'")

@@ -46,6 +46,15 @@ def is_transformed() -> bool:
 _functorch: Any = getattr(torch._C, "_functorch", None)
 
 
+def is_exporting() -> bool:
+    """Whether torch.export is tracing. torch.compiler.is_exporting, the fallback, is always True where torch.compile
+    traces it, before torch 2.13."""
+    return torch.compiler._is_exporting_flag if _has_flag else torch.compiler.is_exporting()
+
+
+_has_flag = hasattr(torch.compiler, "_is_exporting_flag")
+
+
 def has_tangents() -> bool:
     """Whether forward-mode AD is active, whose tangents would be lost. Without it, torch raises only if a gradient is
     recorded, too."""

@@ -17,7 +17,7 @@ are unknown, `tune` tries some pairs and returns the best.
 | a gradient step, far below 0 | real, from -3 to 0 | beta .9 to 1.2, gamma .4 to .6 |
 
 If the eigenvalues fill an ellipse with centre c and half-axes p and q, the best pair and its rate are known
-(`best_coefficients`).
+(docs/theory.md).
 """
 
 import contextlib
@@ -28,8 +28,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
-
-import torch
 
 from .. import _device
 from ..kernels.radix import Radix
@@ -274,24 +272,6 @@ def _with_schedule(problem: Problem, found: Tuning) -> Tuning:
         "Anderson": anderson(problem, count),
     }
     return replace(found, schedule=best, residual=min(sizes), curves=curves)
-
-
-def best_coefficients(p: float, q: float = 0.0, c: float = 0.0) -> tuple[float, float, float]:
-    """The best beta and gamma, and the error reduction per evaluation, if the eigenvalues of f's Jacobian fill an
-    ellipse with centre c and half-axes p (real) and q (imaginary)."""
-    if not c + p < 1:
-        raise ValueError(f"c + p = {c + p} must be below 1: otherwise no pair converges")
-    gamma = 1 / (1 - c)
-    p, q = gamma * p, gamma * q
-    s = math.sqrt(1 + q * q - p * p)
-    return 2 / (1 + s), gamma, (p + q) / (1 + s)
-
-
-def rate(eigenvalues: torch.Tensor, beta: float, gamma: float = 1.0) -> float:
-    """The asymptotic error reduction per evaluation, for these eigenvalues of f's Jacobian."""
-    moved = beta * (1 - gamma + gamma * eigenvalues.to(torch.complex128))
-    root = torch.sqrt(moved.square() + 4 * (1 - beta))
-    return torch.stack([(moved + root).abs(), (moved - root).abs()]).max().item() / 2
 
 
 def _search(given: tuple[float, float], trials: dict[tuple[float, float], Trial]) -> Iterator[tuple[float, float]]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..kernels.half_step import Coefficients
 from ..kernels.reference import relaxed
+from .private import is_exporting
 from .state import State
 
 
@@ -48,18 +49,10 @@ def unrolled(
     return tuple(last)
 
 
-_TELLS_EXPORT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Before, is_exporting() is always True where torch.compile traces it, and a solve would be unrolled there."""
-
-
-def _is_exporting() -> bool:
-    return torch.compiler.is_exporting() and (_TELLS_EXPORT or not torch.compiler.is_dynamo_compiling())
-
-
 def is_traced() -> bool:
     """Whether operations are being recorded, by torch.export, torch.jit.trace, make_fx or an exporter based on them,
     which would miss our kernels."""
-    if torch.jit.is_tracing() or _is_exporting():  # type: ignore[attr-defined]
+    if torch.jit.is_tracing() or is_exporting():  # type: ignore[attr-defined]
         return True
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return proxies is not None and proxies.get_proxy_mode() is not None
@@ -67,7 +60,7 @@ def is_traced() -> bool:
 
 def in_compiled_model() -> bool:
     """Whether torch.compile is tracing this. (torch.export may use the same tracer.)"""
-    return torch.compiler.is_dynamo_compiling() and not _is_exporting()
+    return torch.compiler.is_dynamo_compiling() and not is_exporting()
 
 
 def has_fakes(state: Any) -> bool:

@@ -494,18 +494,11 @@ TRACERS = {
 }
 
 
-def needs_strict_export():
-    if torch.__version__ < (2, 13):
-        pytest.skip("before torch 2.13, strict export looks like torch.compile")
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated", "ignore:Converting a tensor to a Python")
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("tracer", list(TRACERS))
 @pytest.mark.parametrize("state", ["float64", "exact"])
 def test_a_traced_model_computes_what_the_model_computes(tracer, state):
-    if tracer == "strict export":
-        needs_strict_export()
     model = Model(state=state, beta=0.8, max_steps=4).eval().requires_grad_(False)
     traced = TRACERS[tracer](model, torch.randn(3, 6))
     x = torch.randn(3 if tracer == "make_fx" else 5, 6)
@@ -532,8 +525,6 @@ class DropsOut(Block):
 @pytest.mark.parametrize("tracer", list(TRACERS))
 def test_a_draw_cannot_be_traced(tracer, how):
     """It would be another one in every evaluation. TorchDynamo, which traces strictly, sees modules only."""
-    if tracer == "strict export":
-        needs_strict_export()
     model = Model(max_steps=2).requires_grad_(False)
     model.deq.f = DropsOut(how)
     if tracer != "strict export" or how == "module":

@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from spectrum import best_coefficients, rate
 from torch import nn
 
 import revdeq
-from revdeq._solver.tune import CLOSEST_TO_1, MOST_SOLVES, best_coefficients, rate
+from revdeq._solver.tune import CLOSEST_TO_1, MOST_SOLVES
 from revdeq.models import ConvBlock, TransformerBlock
 
 ELLIPSES = [(0.9, 0.0, 0.0), (0.5, 1.5, 0.0), (0.9, 0.3, 0.0), (0.6, 0.6, -0.3), (0.5, 2.0, -1.0)]
