@@ -119,8 +119,8 @@ def training_step(numbers, methods, n=8):
 def deep_memory(numbers, n=64):
     exact = "reversible, exact state"
     ours = [numbers.ratio(f"step, {block}", exact, "stored graph", n, "bytes") for block in BLOCKS]
-    parts = [f"{ratio:.1%} of the stored graph's (the {block})" for ratio, block in zip(ours, BLOCKS, strict=True)]
-    return f"At N = {n}, with the exact state, memory is {' and '.join(parts)}."
+    parts = [f"{ratio:.1%} ({block})" for ratio, block in zip(ours, BLOCKS, strict=True)]
+    return f"At N = {n}, with the exact state, memory is {' and '.join(parts)} of the stored graph's."
 
 
 def reversal(numbers):
