@@ -34,7 +34,7 @@ from turns import one_thread, take_turns
 
 import revdeq
 from revdeq._device import peak_memory
-from revdeq.examples.recursive import grids, puzzles
+from revdeq.examples._sudoku import grids, puzzles
 
 WIDTH, HEADS, BATCH = 64, 4, 32
 LOOPS, DEEP = 4, 16

@@ -18,7 +18,7 @@ import torch
 
 import revdeq.examples
 from revdeq.cli.demo import Digits
-from revdeq.examples import ddp, recursive
+from revdeq.examples import _sudoku, ddp, recursive
 
 FOLDER = Path(revdeq.examples.__path__[0])
 NOTEBOOK = FOLDER / "rented_gpu.ipynb"
@@ -126,26 +126,26 @@ def test_a_recursive_model_learns_and_halts(bf16, capsys):
         torch.set_num_threads(threads)
         torch.set_default_device(None)
     training, last = capsys.readouterr().out.splitlines()
-    update, loss, growth = map(float, NUMBER.findall(training))
+    update, loss, norm = map(float, NUMBER.findall(training))
     assert update == 40 and 0 <= solved <= 1
     assert loss < 0.95 * math.log(4)  # what a guess costs; there is the loss of the head that halts, too
-    assert 0 < growth < 100
-    assert 1 <= float(NUMBER.findall(last)[-1]) <= recursive.SEGMENTS
+    assert 0 < norm < 100
+    assert 1 <= float(NUMBER.findall(last)[-1]) <= recursive.Recursive().segments
 
 
 def test_a_puzzle_has_one_solution_and_halts_alone():
     torch.manual_seed(0)
-    solutions = recursive.grids()
+    solutions = _sudoku.grids()
     assert len(solutions) == len(set(map(tuple, solutions.tolist()))) == 288
-    clues, answers = recursive.puzzles(20, solutions)
-    assert len(clues) == 20 and ((clues > 0).sum(1) == recursive.CLUES).all()
+    clues, answers = _sudoku.puzzles(20, solutions)
+    assert len(clues) == 20 and ((clues > 0).sum(1) == _sudoku.CLUES).all()
     for clue, answer in zip(clues, answers, strict=True):
         fitting = solutions[((solutions == clue) | (clue == 0)).all(1)]
         assert fitting.tolist() == [answer.tolist()]
     model = recursive.Recursive()
     new, old = (model.fresh(clues[k : k + 2], answers[k : k + 2]) for k in (0, 2))
     old |= {"z": {k: v + 1 for k, v in old["z"].items()}, "segments": old["segments"] + 3}
-    mixed = recursive.replaced(torch.tensor([True, False]), new, old)
+    mixed = recursive.where(torch.tensor([True, False]), new, old)
     assert mixed["segments"].tolist() == [0, 3]
     for k, carry in enumerate((new, old)):
         assert torch.equal(mixed["clues"][k], carry["clues"][k])
