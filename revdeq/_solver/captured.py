@@ -142,7 +142,8 @@ class Steps:
         self._copies: tuple[State, State] = ([torch.empty_like(x) for x in self.z0], [x.clone() for x in self.z0])
         self.states = scheme.start_both(self.z0, self.z0)
         self._spilled = [[torch.empty_like(x, dtype=torch.int32) for x in state] for state in self.states]
-        self._taken = tuple(scheme.bind(i, self.states[i], self._copies[i], 1) for i in (0, 1))
+        y, z = (scheme.bind(i, self.states[i], self._copies[i], 1) for i in (0, 1))
+        self._taken = y, z
         self._norms = torch.zeros(2, dtype=self._taken[0][0].sums, device=self._device)
         self._read = [torch.zeros_like(x) for x in self.z0]
         self._undone = tuple(scheme.bind(i, self.states[i], self._read, 1, [[] for _ in self.z0]) for i in (0, 1))

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .deferred import report
+from .state import is_dense
 
 CHECKS = ("warn", "raise", None)
 
@@ -112,7 +113,9 @@ class Sizes(NamedTuple):
 
     def norms(self) -> Tensor:
         pairs = (self.last, self.by), (self.first, self.b)
-        return torch.stack([functools.reduce(torch.hypot, _divided(torch.cat(x), factors)) for x, factors in pairs])
+        return torch.stack(
+            [functools.reduce(torch.hypot, _divided(torch.cat(x).unbind(), factors)) for x, factors in pairs]
+        )
 
 
 def _divided(values: Sequence[Any], factors: tuple[float, float]) -> list[Any]:
@@ -184,8 +187,7 @@ class Monitor:
             )
         text = (
             f"the backward pass failed to reconstruct z0: the relative error is {rho:.1e}, above the limit of "
-            f"{LIMIT:.0e} ({self.setting}), so the gradient of this solve is not exact. "
-            f"{cause}"
+            f"{LIMIT:.0e} ({self.setting}), so the gradient of this solve is not exact. {cause}"
         )
         self._tell("lost", text, ReconstructionError, ReconstructionWarning)
 
@@ -283,7 +285,7 @@ def typical_magnitudes(*xs: Tensor) -> Tensor:
 
 
 def _sample(x: Tensor, n: int) -> Tensor:
-    if not torch.ops.aten.is_non_overlapping_and_dense(x):
+    if not is_dense(x):
         x = x.contiguous()
     stride = _stride(n)
     return x.as_strided((-(-n // stride),), (stride,)).float()

@@ -306,7 +306,8 @@ class Places:
         def hold(x: Any) -> int:
             return begin + filled.append(x)
 
-        pack, unpack = filled.tensors.append, _differentiates
+        pack: Callable[[Any], Any] = filled.tensors.append
+        unpack: Callable[[Any], Any] = _differentiates
         if self.needs_versions:
             pack, unpack, self.filled[k] = lambda x: hold(_without_graph(x)), home.unpack, filled
         hooks, around, _thread.around, self.running = saved_tensor_hooks(), _thread.around, (home, hold), k

@@ -216,4 +216,4 @@ def two_like(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def is_dense(x: Tensor) -> bool:
     """Whether its elements fill their memory, in any order."""
-    return torch.ops.aten.is_non_overlapping_and_dense(x)
+    return x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)

@@ -115,8 +115,8 @@ class WayBack:
         self.adjoint.take(grads, factors)
         if self._tape.monitor is not None and any(g is not None for g in grads):
             self._began = self.adjoint.norms(), factors
-        by_z = grads[len(self._read) :]
-        self._seeds_again = lambda: [scaled(g, factors[1], x) for g, x in zip(by_z, self._read, strict=True)]
+        by_z, like = grads[len(self._read) :], self._read
+        self._seeds_again = lambda: [scaled(g, factors[1], x) for g, x in zip(by_z, like, strict=True)]
 
     def undo(self, home: Home, k: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Invert the half-step after half-step k, with the product that has arrived, and evaluate f again. Returns the
@@ -213,12 +213,12 @@ class WayBack:
         if self._ends is None:
             self._maxima = [room_for_maxima([*self._half_steps[0], *self._half_steps[1]])]
         known = zip(rows, self._tape.z0, self._floors(), strict=True)
-        for (half_step, out, *of_adjoint, seed), x, floor in known:
+        for (half_step, out, own, vjp, other, seed), x, floor in known:
             if self._ends is None:
-                half_step.invert_compare(out, x, floor, *of_adjoint, step, adjoint_step, seed)
+                half_step.invert_compare(out, x, floor, own, vjp, other, step, adjoint_step, seed)
             else:
                 self._maxima.append(half_step.invert_compare(out, x, floor, None, None, None, step, step))
-                reference.update_adjoint(*of_adjoint, seed, adjoint_step, reference.taking(half_step))
+                reference.update_adjoint(own, vjp, other, seed, adjoint_step, reference.taking(half_step))
 
     def _note_slopes(self, k: int, x: State, sign: int) -> None:
         """Derivatives of the loss with respect to b_k and c_k, where x_k = (1 - b_k - c_k) x_{k-2} + b_k f + c_k

@@ -112,8 +112,7 @@ class Equilibrium(RevDEQ):
 
         options = {**self._used(None), "tol": tol, "per_example": True, "compact": False, "indexed": True, "aux": False}
         found = solve(f, torch.zeros_like(x, requires_grad=False).flatten(0, 1), **options)
-        steps, change = (t.view(x.shape[:2]) for t in (found.steps, found.change))
-        self.last = Last(steps, found.nfe, change, found.adjoint)
+        self.last = Last(found.steps.view(x.shape[:2]), found.nfe, found.adjoint, found.norms.view(2, *x.shape[:2]))
         return found.z.view_as(x)
 
     def _cached(self, x: Tensor, caches: Caches, tol: float | None = None) -> Tensor:
