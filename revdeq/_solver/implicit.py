@@ -111,15 +111,15 @@ class _Product:
         self._filled = filled
         self._around: Callable[[], Any] = contextlib.nullcontext
 
-    def __call__(self, *given: State) -> tuple[Tensor | None, ...]:
+    def __call__(self, outputs: State, inputs: State, given: State) -> tuple[Tensor | None, ...]:
         try:
             with self._around():
-                return torch.autograd.grad(*given, retain_graph=True, allow_unused=True)
+                return torch.autograd.grad(outputs, inputs, given, retain_graph=True, allow_unused=True)
         except RuntimeError as error:
             if "donated buffer" not in str(error) or self._around == self._copied:
                 raise
         self._around = self._copied
-        return self(*given)
+        return self(outputs, inputs, given)
 
     @contextlib.contextmanager
     def _copied(self) -> Iterator[None]:

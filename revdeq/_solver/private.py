@@ -89,5 +89,5 @@ _top_hooks: Callable[[bool], Any] | None = getattr(_autograd, "_top_saved_tensor
 def not_refusing_to_overwrite() -> Any:
     """Context manager in which compiled functions that overwrite their saved tensors can be differentiated with
     retain_graph=True, for those who give them copies. Without it, torch's error says what to set."""
-    config = sys.modules.get("torch._functorch.config")
+    config: Any = sys.modules.get("torch._functorch.config")
     return config.patch(donated_buffer=False) if hasattr(config, "donated_buffer") else contextlib.nullcontext()

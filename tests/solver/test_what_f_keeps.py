@@ -251,10 +251,6 @@ def test_f_that_changes_its_input_in_some_evaluations(state):
         revdeq.solve(f, torch.zeros(3, 6), x, gamma=0.8, state=state)
 
 
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
-    reason="the compiler of this torch records the whole solve as plain operations (2.10; not that of 2.13)",
-)
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own
 @pytest.mark.parametrize("gradient", ["exact", "implicit"])
 def test_a_training_step_that_is_compiled_as_a_whole_leaves_both_passes_as_they_are(gradient):
