@@ -170,7 +170,7 @@ def test_a_prediction_is_the_longest_of_its_limits(tmp_path):
     assert line == f"| G | {float64} | {exact} | exact, 3.0x |"
 
 
-def test_what_a_half_step_takes_of_the_host_is_a_slope_above_bare():
+def test_the_host_time_per_half_step_is_a_slope_above_bare():
     import host
 
     seconds = {("bare", n): (2 * n * 1.0, 2 * n * 3.0) for n in (2, 8)}
@@ -231,7 +231,7 @@ def in_the_background():
 
 
 @pytest.mark.usefixtures("in_the_background")
-def test_what_fails_or_takes_too_long_on_a_gpu_does_not_lose_the_rest(tmp_path, monkeypatch, capsys):
+def test_a_part_that_fails_or_times_out_on_a_gpu_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
     import gpu
 
     def python(code):
@@ -256,7 +256,7 @@ def test_what_fails_or_takes_too_long_on_a_gpu_does_not_lose_the_rest(tmp_path, 
     assert ended == {"slow": "stopped after 2 s", "broken": "failed with code 3", "fine": "passed"}
 
 
-def test_a_run_on_a_gpu_that_is_stopped_keeps_what_it_has(tmp_path):
+def test_make_gpu_keeps_its_results_when_it_is_stopped(tmp_path):
     """As a rented machine stops it."""
     code = (
         "import sys, gpu; gpu.parts = lambda quick, out: {"
@@ -295,7 +295,7 @@ def test_the_last_line_says_whether_a_gpu_can_be_trusted():
     assert gpu.shares({"findings": {"cuda:0 bandwidth": bandwidth}}) == {"float64 relax": 0.9}
 
 
-def test_what_is_run_on_a_gpu_is_there(tmp_path):
+def test_the_parts_of_make_gpu_exist(tmp_path):
     import gpu
 
     named = [x for command, _ in gpu.parts(False, tmp_path).values() for x in command if x.startswith("tests/")]

@@ -207,7 +207,7 @@ MOST = {"option": 2, "backend": 6, "state": 6, "data set": 2, "model": 3, "prese
 
 
 @pytest.mark.parametrize("thing", MOST)
-def test_little_has_to_be_changed_to_add_something(thing):
+def test_few_files_must_change_to_add_something(thing):
     sections = re.split(r"^##+ ", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     (section,) = [text for text in sections if re.match(rf"An? {thing}\b", text)]
     files = re.findall(r"^\d\. `([\w./]+)`:|^\d\. The file", section, re.MULTILINE)

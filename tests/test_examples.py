@@ -101,7 +101,7 @@ def test_swapping_the_solver_of_torchdeq_makes_the_gradient_exact():
 
 
 @pytest.mark.full
-def test_a_looped_transformer_sorts_better_the_longer_it_thinks():
+def test_a_looped_transformer_sorts_better_with_more_steps():
     *training, one, two, four, eight = run("looped_transformer")
     assert training[-1][1] < 0.2 * training[0][1]  # the loss
     assert [steps for steps, _ in (one, two, four, eight)] == [1, 2, 4, 8]
@@ -109,7 +109,7 @@ def test_a_looped_transformer_sorts_better_the_longer_it_thinks():
 
 
 @pytest.mark.full
-def test_a_looped_transformer_of_ones_own_writes_the_same_with_caches():
+def test_a_custom_looped_transformer_writes_the_same_with_caches():
     *training, cached, whole = run("text")
     assert training[-1][1] < 0.2  # the loss
     assert cached[0] == whole[0] > 95
@@ -194,7 +194,7 @@ def test_the_notebook_runs_from_top_to_bottom(monkeypatch, capsys, tmp_path):
     assert "8 x 8 cells, N = 64" in capsys.readouterr().out
 
 
-def test_an_example_of_processes_says_how_to_start_it():
+def test_the_ddp_example_says_how_to_start_it():
     with pytest.raises(SystemExit, match="torchrun --nproc-per-node 2 -m revdeq.examples.ddp"):
         ddp.main()
 
@@ -209,7 +209,7 @@ def test_processes_under_torchrun_keep_equal_parameters():
 
 
 @pytest.mark.full
-def test_a_graph_network_is_right_once_it_looks_far_enough():
+def test_a_graph_network_is_accurate_with_enough_steps():
     _, _, _, *rows = run("graph")
     steps, hops, accuracy, memory = zip(*rows, strict=True)
     assert steps == (1, 2, 4, 8, 16)

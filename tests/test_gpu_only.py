@@ -174,7 +174,7 @@ def test_more_than_two_to_the_31_elements(state):
 
 @needs_cuda
 @pytest.mark.parametrize("state", STATES)
-def test_two_streams_at_once_do_not_meet(state):
+def test_two_streams_do_not_interfere(state):
     f, _ = blocks()["conv"]
     xs = [torch.randn(16, 32, 32, 32, device=DEVICE) for _ in range(2)]
 
@@ -217,7 +217,7 @@ def test_peak_memory_is_the_same_at_every_depth(state):
     assert 0 < peak(16) <= 1.001 * peak(2) + (alarms if state == "exact" else 0)
 
 
-def test_the_backward_pass_that_lost_its_way_is_told_of_at_a_later_solve(monkeypatch):
+def test_a_wrong_reconstruction_is_reported_at_a_later_solve(monkeypatch):
     monkeypatch.setattr(revdeq._solver.monitor, "_already_warned", set())
     torch.manual_seed(0)
     f, z0 = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(DEVICE), torch.randn(5, 8, device=DEVICE)
@@ -228,7 +228,7 @@ def test_the_backward_pass_that_lost_its_way_is_told_of_at_a_later_solve(monkeyp
     revdeq.solve(f, z0)
 
 
-def test_a_state_that_does_not_fit_is_told_of_at_a_later_solve():
+def test_an_overflow_is_reported_at_a_later_solve():
     z0 = torch.zeros(3, device=DEVICE)
     revdeq.solve(lambda z: z * 0 + 150.0, z0, state="exact")
     measure.synchronize(DEVICE)

@@ -56,7 +56,7 @@ def test_the_pictures_of_a_maze():
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "perplexity"])
-def test_the_plot_that_a_training_leaves(metric, monkeypatch, tmp_path):
+def test_the_plot_of_a_training(metric, monkeypatch, tmp_path):
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(
         Figure, "savefig", lambda figure, *args, **kw: drawn.append(figure) or save(figure, *args, **kw)
@@ -70,7 +70,7 @@ def test_the_plot_that_a_training_leaves(metric, monkeypatch, tmp_path):
     assert readable.complaints(figure) == []
 
 
-def test_the_demos_picture():
+def test_the_picture_of_the_demo():
     """With an error that is 0, one that is beyond the plot, and one that is no number."""
     n = len(demo.PLOTTED_DEPTHS)
     memory = {method: [(k + 1) * 2.0**20 * n for n in demo.PLOTTED_DEPTHS] for k, method in enumerate(demo.METHODS)}

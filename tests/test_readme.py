@@ -9,7 +9,7 @@ from readme import PAGES, RESULTS, Numbers, filled
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_the_example_runs(capsys):
+def test_the_readme_example_runs(capsys):
     (example,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     exec(example, {})
     assert re.fullmatch(r"16 evaluations of f, change (\d\.\d+e-0\d|0\.0\d+)\n", capsys.readouterr().out)

@@ -28,7 +28,7 @@ def test_the_newest_entry_of_the_changelog_is_of_this_version():
     assert date == "unreleased" or re.fullmatch(r"\d{4}-\d\d-\d\d", date)
 
 
-def test_every_python_that_is_promised_is_tested_everywhere():
+def test_every_supported_python_is_tested():
     if not WORKFLOWS.exists():
         pytest.skip("a source distribution has no workflows")
     workflow = (WORKFLOWS / "tests.yml").read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def test_every_python_that_is_promised_is_tested_everywhere():
     assert "os: [ubuntu-latest, macos-latest, windows-latest]" in workflow
 
 
-def test_the_oldest_torch_is_the_same_wherever_it_is_promised():
+def test_the_oldest_torch_is_the_same_everywhere():
     oldest = re.search(r'"torch>=([\d.]+)"', (ROOT / "setup.py").read_text(encoding="utf-8")).group(1)
     assert f"torch {oldest} or later" in (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"needs torch {oldest} or later" in (ROOT / "revdeq" / "__init__.py").read_text(encoding="utf-8")
@@ -60,7 +60,7 @@ def test_an_older_torch_is_refused_at_import(monkeypatch):
             spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def test_actions_of_others_are_pinned():
+def test_third_party_actions_are_pinned():
     for workflow in WORKFLOWS.glob("*.yml"):
         for action in re.findall(r"uses: (\S+)", workflow.read_text(encoding="utf-8")):
             assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40}|\$/\S+", action), action  # $ is this repository
@@ -174,7 +174,7 @@ def test_a_package_of_others_named_kernels_is_not_hidden(clone, site, tmp_path):
     assert answer(code, clone.parent, tmp_path) == "None"
 
 
-def test_where_there_is_no_such_package_a_checkout_has_none_either(clone, tmp_path):
+def test_without_that_package_a_checkout_has_none_either(clone, tmp_path):
     """transformers asks whether there is one, and for its version."""
     code = """
 import importlib, kernels

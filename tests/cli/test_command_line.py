@@ -52,7 +52,7 @@ def test_an_interruption_ends_quietly(monkeypatch, capsys):
 @pytest.mark.skipif(not (ROOT / "kernels").exists(), reason="not in a repository")
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
 @pytest.mark.parametrize("arguments", [["revdeq.examples"], ["revdeq", "doctor"]])
-def test_output_that_nobody_reads_any_more_ends_quietly(arguments):
+def test_a_closed_pipe_ends_the_command_quietly(arguments):
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run([sys.executable, "-m", *arguments], stdout=writing, stderr=subprocess.PIPE, text=True)

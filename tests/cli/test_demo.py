@@ -32,7 +32,7 @@ def small(monkeypatch):
     monkeypatch.setitem(training.PRESETS, "prefix-tiny", dataclasses.replace(preset, training=brief, settings=settings))
 
 
-def test_it_prints_what_a_step_costs_and_what_is_solved_and_draws_it(small, monkeypatch, capsys, tmp_path):
+def test_the_demo_prints_costs_and_solved_puzzles_and_plots_them(small, monkeypatch, capsys, tmp_path):
     drawn, picture = [], demo.picture
     monkeypatch.setattr(demo, "picture", lambda *args: drawn.append((args, picture(*args))) or drawn[-1][1])
     rows = demo.run(tmp_path / "demo.png")
@@ -53,7 +53,7 @@ def test_it_prints_what_a_step_costs_and_what_is_solved_and_draws_it(small, monk
     assert {bits: len(shares) for bits, shares in solved.items()} == dict.fromkeys((16, 32, 64), 2)
 
 
-def test_an_interruption_of_its_training_ends_it(small, monkeypatch):
+def test_an_interruption_during_training_ends_the_demo(small, monkeypatch):
     def interrupted(run):
         signal.raise_signal(signal.SIGINT)
         return step(run)

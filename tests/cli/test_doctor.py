@@ -54,7 +54,7 @@ def test_a_healthy_machine_is_ready():
     assert found["cpu bandwidth"]["numbers"]["below"] == slow
 
 
-def test_the_same_for_people(monkeypatch, capsys):
+def test_a_healthy_machine_is_ready_in_text(monkeypatch, capsys):
     assert run(monkeypatch) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("ready")
@@ -80,12 +80,12 @@ def test_without_the_c_kernel_it_is_ready_but_slow_and_says_why(monkeypatch, cap
     assert out.splitlines()[-1].startswith(f"ready, and faster if you {remedy}")
 
 
-def test_on_windows_another_compiler_is_named(monkeypatch):
+def test_on_windows_the_remedy_is_another_compiler(monkeypatch):
     monkeypatch.setattr(doctor.sys, "platform", "win32")
     assert doctor.why_not_built()[1] == "install Microsoft C++ Build Tools and reinstall revdeq"
 
 
-def test_a_c_kernel_that_cannot_be_loaded_is_not_the_end(monkeypatch, capsys, tmp_path):
+def test_a_c_kernel_that_cannot_be_loaded_is_only_advice(monkeypatch, capsys, tmp_path):
     """Built on another machine, or before cpu.c changed: the package imports, and warns."""
     with monkeypatch.context() as patch:
         (tmp_path / "broken.so").write_bytes(b"not a library")
@@ -183,7 +183,7 @@ def test_a_gradient_that_is_not_a_number_is_still_json(monkeypatch, capsys):
     assert report["findings"]["cpu gradient"]["numbers"] == {"float64": None, "exact": None}
 
 
-def test_an_impossible_setting_is_named(monkeypatch, capsys):
+def test_an_impossible_setting_is_not_ready(monkeypatch, capsys):
     for value, message in (("cuda", "REVDEQ_BACKEND is 'cuda': expected"), ("triton", "cannot run on cpu tensors")):
         if value == "triton" and backends.gpu is None:
             message = "Triton is not installed"
@@ -196,7 +196,7 @@ def test_an_impossible_setting_is_named(monkeypatch, capsys):
 
 @pytest.mark.skipif(backends.gpu is None, reason="Triton is not installed")
 @pytest.mark.parametrize(("version", "slow"), [((3, 4), True), ((3, 5), False), ((3, 9), False), ((3, 10), True)])
-def test_it_says_whether_launches_are_fast(monkeypatch, version, slow):
+def test_an_unknown_triton_is_reported_as_slow(monkeypatch, version, slow):
     monkeypatch.setattr("revdeq.kernels.launch._VERSION", version)
     finding = doctor.triton()
     words = "three times as much Python time as with 3.5 to 3.9"
@@ -204,7 +204,7 @@ def test_it_says_whether_launches_are_fast(monkeypatch, version, slow):
     assert finding.works and not finding.fix
 
 
-def test_without_triton_only_a_gpu_misses_it(monkeypatch, capsys):
+def test_only_a_gpu_needs_triton(monkeypatch, capsys):
     monkeypatch.setitem(backends.TRITON.states, "float64", None)
     monkeypatch.setattr(doctor.measure, "devices", lambda: [torch.device("cpu")])
     load = importlib.import_module

@@ -81,7 +81,7 @@ def gradients(solver, case, **settings):
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_the_common_source_gets_the_gradient_of_the_stored_graph(case, settings):
+def test_a_common_source_of_captured_tensors_gets_the_right_gradient(case, settings):
     ours = gradients(revdeq.solve, case, **settings)
     expected = gradients(stored_graph, case, **{k: v for k, v in settings.items() if k in ("beta", "gamma")})
     assert ours.keys() == expected.keys()
@@ -90,7 +90,7 @@ def test_the_common_source_gets_the_gradient_of_the_stored_graph(case, settings)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_the_implicit_gradient_at_a_fixed_point_is_the_exact_one(case):
+def test_the_implicit_gradient_equals_the_exact_one_at_a_fixed_point(case):
     settings = {"beta": 0.8, "max_steps": 60}
     model, x = Model(), torch.randn(3, D)
     grads = []
@@ -118,7 +118,7 @@ def test_a_cached_parametrization():
         assert (ours - expected).norm() <= 1e-5 * expected.norm()
 
 
-def test_the_core_of_torchdeq():
+def test_captured_tensors_with_the_torchdeq_core():
     torchdeq = pytest.importorskip("torchdeq")
     import revdeq.torchdeq  # noqa: F401
 

@@ -99,7 +99,7 @@ def has_one_mask(z, steps):
 
 @pytest.mark.parametrize("early", [True, False], ids=["before f draws", "after"])
 @pytest.mark.parametrize("when", [{3}, {9}, {20}, {45}, {3, 9, 20}])
-def test_beside_a_thread_that_draws_now_and_then_f_keeps_its_mask(another_thread, when, early):
+def test_f_keeps_its_mask_if_another_thread_draws_occasionally(another_thread, when, early):
     """Not in the first evaluation, and on the way back, too. If it drew as much in two attempts in succession, they
     would agree by chance, and the check would tell."""
     w, calls = torch.ones(500, requires_grad=True), 0
@@ -120,7 +120,7 @@ def test_beside_a_thread_that_draws_now_and_then_f_keeps_its_mask(another_thread
     assert has_one_mask(w.grad, 12)
 
 
-def test_a_thread_that_draws_all_the_time_beside_an_f_that_draws_is_named(another_thread):
+def test_an_error_names_a_thread_that_draws_constantly_while_f_draws(another_thread):
     """Another number every time: as long as it is the same, f has the same mask."""
     calls = []
 
@@ -134,7 +134,7 @@ def test_a_thread_that_draws_all_the_time_beside_an_f_that_draws_is_named(anothe
         revdeq.solve(f, torch.zeros(500), max_steps=12)
 
 
-def test_f_may_draw_another_number_in_every_evaluation_beside_other_threads(another_thread):
+def test_f_may_draw_new_numbers_in_every_evaluation_while_other_threads_draw(another_thread):
     """They are those of one seed."""
     another_thread()
     torch.manual_seed(0)
@@ -154,7 +154,7 @@ def test_f_may_draw_another_number_in_every_evaluation_beside_other_threads(anot
     assert len({len(x) for x in seen}) > 1
 
 
-def test_a_thread_that_draws_beside_an_f_that_does_not_sees_no_number_twice(another_thread):
+def test_a_thread_gets_no_number_twice_if_f_draws_none(another_thread):
     """Not one, and none that was drawn between the evaluations of an f that draws."""
     numbers = [another_thread()]
 
@@ -174,7 +174,7 @@ def test_a_thread_that_draws_beside_an_f_that_does_not_sees_no_number_twice(anot
 
 
 @pytest.mark.parametrize("when", ["before f draws", "after"])
-def test_a_thread_that_draws_beside_a_first_evaluation(another_thread, when):
+def test_a_thread_that_draws_during_the_first_evaluation(another_thread, when):
     """The solve begins once more, with the mask that the others have."""
     w, calls = torch.ones(500, requires_grad=True), 0
 
@@ -197,7 +197,7 @@ def test_a_thread_that_draws_beside_a_first_evaluation(another_thread, when):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_within_an_evaluation_goes_on_with_it():
+def test_a_fork_inside_an_evaluation_can_finish_it():
     """As when f starts workers: the child has the evaluation that it is in, and leaves it."""
     children = []
 
@@ -233,7 +233,7 @@ INTERRUPTED = """
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX signals")
-def test_an_interrupt_leaves_no_turn_behind():
+def test_an_interrupt_releases_the_generator_lock():
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(INTERRUPTED)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -274,7 +274,7 @@ PRECISION = """
     ],
     ids=["cuda", "cudnn", "mkldnn"],
 )
-def test_precisions_set_the_new_way_are_those_of_the_forward_pass(names, value):
+def test_precisions_set_by_the_new_api_are_those_of_the_forward_pass(names, value):
     """In a process of its own: afterwards, torch refuses to read some of them the old way."""
     program = textwrap.dedent(PRECISION.format(names=names, value=value))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

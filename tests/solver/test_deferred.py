@@ -21,7 +21,7 @@ def later(monkeypatch):
     monkeypatch.setattr(_device, "can_look", lambda x: False)
 
 
-def test_two_threads_decide_once_on_each_and_only_on_what_has_arrived(monkeypatch):
+def test_two_threads_report_each_result_once_and_only_after_it_arrived(monkeypatch):
     """Both ask about the first at the same time; the second is not there."""
     both, asked = threading.Barrier(2), []
 
@@ -48,7 +48,7 @@ def test_two_threads_decide_once_on_each_and_only_on_what_has_arrived(monkeypatc
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_has_nothing_pending_and_a_lock_of_its_own(monkeypatch):
+def test_a_forked_process_has_nothing_pending_and_its_own_lock(monkeypatch):
     """Even if another thread held it."""
     deferred.report(torch.tensor(1.0), lambda x: None)
     with deferred._lock:
@@ -81,7 +81,7 @@ LAST_SOLVE = """
         ("raise", 0.5, ""),
     ],
 )
-def test_the_last_solve_of_a_process_is_told_of_at_its_end(check, beta, told):
+def test_a_warning_of_the_last_solve_comes_at_the_end_of_the_process(check, beta, told):
     program = textwrap.dedent(LAST_SOLVE.format(check=check, beta=beta))
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -44,7 +44,7 @@ def test_buffers_of_any_layout_in_training_mode(make):
 
 
 @pytest.mark.parametrize("name", ["__getattr__", "__dict__"])
-def test_objects_in_closures_that_raise_when_looked_into(name):
+def test_captured_objects_that_raise_when_they_are_inspected(name):
     def refuse(*_):
         raise ValueError("no such thing")
 
@@ -92,7 +92,7 @@ def change_data(name):
     ],
     ids=["buffer", "data of a buffer", "frozen parameter", "data of a frozen parameter", "attribute, in place"],
 )
-def test_statistics_that_f_keeps_are_refused(name, change):
+def test_running_statistics_inside_f_are_refused(name, change):
     f = Counting(change)
     for called in (f, lambda z: f(z)):
         with pytest.raises(RuntimeError, match=f"f changes {name}, .*in the backward pass too"):
@@ -102,14 +102,14 @@ def test_statistics_that_f_keeps_are_refused(name, change):
         revdeq.solve(f, torch.ones(3, 4))
 
 
-def test_a_large_buffer_that_is_refused_is_said_to_have_changed():
+def test_the_error_for_a_large_buffer_says_that_it_changed():
     f = Counting(lambda module, mean: module.buffer.add_(mean), size=1 << 17)
     with pytest.raises(RuntimeError, match="f changes buffer.*not restored: buffer"):
         revdeq.solve(f, torch.ones(3, 4))
 
 
 @pytest.mark.parametrize("name", ["plain", "buffer"])
-def test_what_f_puts_elsewhere_moves_in_the_forward_pass_only(name):
+def test_what_f_assigns_elsewhere_changes_only_in_the_forward_pass(name):
     """In an attribute, in a closure or in a global variable: it may be a feature, or statistics."""
     global count
     module, count, enclosed = Counting(replace(name)), torch.zeros(()), torch.zeros(())
@@ -128,7 +128,7 @@ def test_what_f_puts_elsewhere_moves_in_the_forward_pass_only(name):
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:Please use quant_min")
-def test_an_observer_is_told_what_stops_it():
+def test_observers_inside_f_are_refused_with_a_remedy():
     quantization = torch.ao.quantization
     f = nn.Sequential(nn.Linear(4, 4), quantization.FakeQuantize(), nn.Tanh())
     for _ in range(2):
@@ -140,7 +140,7 @@ def test_an_observer_is_told_what_stops_it():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:The PyTorch API of MaskedTensors")
-def test_nested_and_masked_tensors_as_states_are_named():
+def test_nested_and_masked_tensors_as_states_are_refused():
     parts = [torch.ones(2), torch.ones(3)]
     for layout in (torch.strided, torch.jagged):
         with pytest.raises(TypeError, match="z0 is a NestedTensor, which wraps other tensors"):
@@ -212,7 +212,7 @@ def test_with_an_implicit_gradient_f_may_be_a_gradient_itself():
 
 
 @pytest.mark.parametrize("gradient", ["exact", "implicit"])
-def test_noise_that_is_not_torchs_and_noise_that_begins_later_are_noticed(gradient):
+def test_noise_from_other_generators_and_noise_that_starts_late_are_noticed(gradient):
     import numpy as np
 
     linear, calls = nn.Linear(4, 4), []
@@ -231,14 +231,14 @@ def test_noise_that_is_not_torchs_and_noise_that_begins_later_are_noticed(gradie
 
 
 @pytest.mark.parametrize("gradient", ["exact", "implicit"])
-def test_a_scaled_loss_that_overflows_is_its_scalers_business(gradient):
+def test_a_scaled_loss_that_overflows_is_left_to_the_grad_scaler(gradient):
     linear = nn.Linear(4, 4)
     z = revdeq.solve(lambda z: torch.tanh(0.3 * linear(z)), torch.zeros(3, 4), gradient=gradient, check="raise").z
     (z.sum() * torch.inf).backward()
     assert not linear.weight.grad.isfinite().all()
 
 
-def test_gradients_that_explode_are_named():
+def test_exploding_gradients_warn():
     torch.manual_seed(0)
     w, x = nn.Parameter(torch.randn(64, 64) / 8), torch.randn(8, 64)
     z = revdeq.solve(
@@ -249,7 +249,7 @@ def test_gradients_that_explode_are_named():
         z.sum().backward()
 
 
-def test_two_points_are_no_fixed_point():
+def test_converging_to_two_points_is_noticed():
     with pytest.raises(revdeq.ConvergenceError, match=r"two different points.*gamma"):
         revdeq.solve(lambda z: -torch.tanh(2 * z), torch.full((3,), 0.1), tol=1e-6, max_steps=500, check="raise")
 
@@ -277,7 +277,7 @@ def test_a_module_that_keeps_a_solution_is_copied():
     torch.optim.swa_utils.AveragedModel(module)
 
 
-def test_an_attribute_of_an_argument_stays():
+def test_attributes_of_arguments_are_kept():
     seen = []
     for needs in (False, True):
         x = torch.randn(3, 4, requires_grad=needs)
@@ -286,7 +286,7 @@ def test_an_attribute_of_an_argument_stays():
     assert all(seen)
 
 
-def test_averages_of_models_have_the_coefficients_that_were_found():
+def test_averaged_models_keep_the_tuned_coefficients():
     """Averaged by torch, or by hand from a state."""
     deq = revdeq.RevDEQ(nn.Linear(4, 4))
     average, by_hand = torch.optim.swa_utils.AveragedModel(deq), copy.deepcopy(deq)
@@ -321,7 +321,7 @@ def test_parameters_thawed_or_frozen_before_the_backward_pass(gradient):
 
 @pytest.mark.parametrize("gradient", ["exact", "implicit"])
 @pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double])
-def test_a_module_that_is_converted_before_the_backward_pass_is_named(gradient, convert):
+def test_converting_a_module_before_the_backward_pass_is_an_error(gradient, convert):
     f = nn.Linear(4, 4)
     with torch.no_grad():
         f.weight.mul_(0.3)
@@ -331,13 +331,13 @@ def test_a_module_that_is_converted_before_the_backward_pass_is_named(gradient, 
         z.sum().backward()
 
 
-def test_f_that_changes_an_argument_that_needs_a_gradient_is_refused():
+def test_changing_an_argument_that_requires_a_gradient_is_refused():
     x = torch.randn(3, 4, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"args\[0\] in place.*clone"):
         revdeq.solve(lambda z, x: 0.5 * z + x.mul_(0.5), torch.zeros(3, 4), 2 * x)
 
 
-def test_threads_of_fs_own():
+def test_f_may_use_its_own_threads():
     grads = []
     with ThreadPoolExecutor(2) as pool:
         for map_ in (map, pool.map):
@@ -350,13 +350,13 @@ def test_threads_of_fs_own():
 
 
 @pytest.mark.parametrize("tol", [None, 1e-6])
-def test_states_whose_squares_are_no_numbers_are_named(tol):
+def test_states_whose_squares_overflow_are_refused(tol):
     for size in (1e155, 1e300):
         with pytest.raises(FloatingPointError, match="so large after step 1 .*1e154.*scale"):
             revdeq.solve(lambda z: 0.5 * z + size, torch.zeros(3, dtype=torch.float64), tol=tol)  # noqa: B023
 
 
-def test_tracers_that_cannot_trace_a_solve_are_told_what_to_do():
+def test_tracers_that_cannot_trace_a_solve_get_an_error_with_a_remedy():
     deq = revdeq.RevDEQ(nn.Linear(4, 4))
     for model in (deq, nn.Sequential(deq)):
         with pytest.raises(TypeError, match=r"torch.fx.symbolic_trace.*torch.export"):
@@ -379,7 +379,7 @@ def test_a_solve_imports_no_packages_and_no_compiler():
     assert done.stdout.strip() == "set() False"
 
 
-def test_a_cache_of_keys_and_values_that_grows_is_refused():
+def test_a_growing_key_value_cache_is_refused():
     class Cache:
         def __init__(self):
             self.keys = []

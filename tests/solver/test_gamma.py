@@ -86,7 +86,7 @@ def test_every_backend_gives_the_same_bits(backend, state):
     assert all(map(torch.equal, run(backend), run("reference")))
 
 
-def test_gamma_one_is_the_iteration_without_it():
+def test_gamma_1_is_the_iteration_without_gamma():
     f, x, z0, parameters = problem(torch.float32)
     results = []
     for settings in ({}, {"gamma": 1.0}, {"gamma": 1}):

@@ -83,7 +83,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("state, forward, backward", [("float64", 3, 13), ("exact", 10, 13)])
-def test_a_solve_adds_few_kernels_of_torch(state, forward, backward):
+def test_a_solve_launches_few_torch_kernels(state, forward, backward):
     """However many steps it takes: to begin, to end and for the verdict. f has none."""
     scale = torch.ones((), device=DEVICE, requires_grad=True)
     z0, gradient = torch.ones(70, device=DEVICE), torch.ones(70, device=DEVICE)
@@ -128,7 +128,7 @@ SIZES = (1300, 1, 256, 77, 16)
 @pytest.mark.parametrize("gamma", [1.0, 1.3])
 @pytest.mark.parametrize("tol", [None, 1e-9])
 @pytest.mark.parametrize("state", STATES)
-def test_each_leaf_of_a_state_takes_a_launch_per_half_step(state, tol, gamma):
+def test_each_tensor_of_a_state_takes_one_launch_per_half_step(state, tol, gamma):
     settings = {"state": state, "tol": tol, "gamma": gamma}
     expected = solve_leaves("cpu", SIZES, **settings)
     with emulated():
@@ -146,7 +146,7 @@ def test_each_leaf_of_a_state_takes_a_launch_per_half_step(state, tol, gamma):
     assert driver.launches == {f"_{name}_kernel": len(SIZES) * count for name, count in half_steps.items()}
 
 
-def test_so_they_do_in_an_implicit_backward_pass():
+def test_one_launch_per_half_step_in_an_implicit_backward_pass():
     """Whose thread does not see the backend that is chosen for this one."""
     expected = solve_leaves("cpu", SIZES, gradient="implicit")
     with emulated():
@@ -154,7 +154,7 @@ def test_so_they_do_in_an_implicit_backward_pass():
     assert driver.launches == {"_relax_kernel": len(SIZES) * 14, "_relax_norms_kernel": len(SIZES) * 2}
 
 
-def test_a_launch_with_another_device_current_is_an_error_of_the_simulation(monkeypatch):
+def test_the_simulation_refuses_a_launch_while_another_device_is_current(monkeypatch):
     """So that the tests above mean something."""
     monkeypatch.setattr(revdeq.kernels.launch, "_on", lambda device: driver.device(OTHER))
     with emulated(), pytest.raises(RuntimeError, match="a launch on fakegpu:1 with tensors on"):
@@ -163,7 +163,7 @@ def test_a_launch_with_another_device_current_is_an_error_of_the_simulation(monk
 
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("state", STATES)
-def test_f_may_close_over_a_tensor_that_was_computed(state, hooked):
+def test_f_may_capture_a_computed_tensor(state, hooked):
     """The backward pass has another thread, where autograd counts its nodes anew."""
     torch.manual_seed(0)
     encoder, f, x = nn.Linear(6, 6, device=DEVICE), block(), torch.randn(3, 6, device=DEVICE)
@@ -206,7 +206,7 @@ def arrive(device=DEVICE):
     driver.current_stream(device).run()
 
 
-def test_a_verdict_comes_when_the_device_has_come_to_it_and_nobody_waits():
+def test_a_warning_comes_when_the_value_has_arrived_without_waiting():
     lose_the_way()
     harmless()  # looks, and finds nothing
     arrive()
@@ -221,7 +221,7 @@ def test_a_verdict_comes_when_the_device_has_come_to_it_and_nobody_waits():
     assert not driver.waits
 
 
-def test_a_verdict_that_is_not_ready_does_not_hold_up_another_devices():
+def test_a_pending_value_does_not_delay_another_device():
     def other(value):
         raise ValueError("of the other device")
 
@@ -236,14 +236,14 @@ def test_a_verdict_that_is_not_ready_does_not_hold_up_another_devices():
 
 
 @pytest.mark.parametrize("arrived", [1, 3, 4])
-def test_a_value_has_come_when_all_of_it_has(arrived):
+def test_a_value_has_arrived_when_all_of_it_has(arrived):
     arriving = _device.Arriving(torch.arange(4.0).to(DEVICE))
     assert not arriving.has_come()
     arriving.value[:arrived] = torch.arange(4.0)[:arrived]
     assert arriving.has_come() == (arrived == 4)
 
 
-def test_while_another_thread_records_a_graph_the_device_is_asked_nothing():
+def test_no_event_is_queried_while_another_thread_captures_a_graph():
     """A question to an event, by whichever thread, would spoil the recording."""
     lose_the_way()
 
@@ -261,12 +261,12 @@ def test_while_another_thread_records_a_graph_the_device_is_asked_nothing():
 @pytest.mark.parametrize(
     "name",
     [
-        "the_backward_pass_that_lost_its_way_is_told_of_at_a_later_solve",
-        "a_state_that_does_not_fit_is_told_of_at_a_later_solve",
+        "a_wrong_reconstruction_is_reported_at_a_later_solve",
+        "an_overflow_is_reported_at_a_later_solve",
         "dropout_is_one_mask_in_both_passes",
     ],
 )
-def test_what_is_asked_of_a_real_gpu_has_an_answer(monkeypatch, name):
+def test_the_gpu_only_tests_pass_on_the_simulated_gpu(monkeypatch, name):
     """Nobody sees it here if these tests are stale: they are skipped where there is no GPU."""
     monkeypatch.setattr(test_gpu_only, "DEVICE", DEVICE)
     test = getattr(test_gpu_only, f"test_{name}")
@@ -274,7 +274,7 @@ def test_what_is_asked_of_a_real_gpu_has_an_answer(monkeypatch, name):
 
 
 @pytest.mark.parametrize("value", [500.0, 100.0])
-def test_with_a_tolerance_an_overflow_is_told_by_the_solve_itself(value):
+def test_with_a_tolerance_the_solve_itself_reports_an_overflow(value):
     """z0 or f: every step is waited for anyway, and no more than once."""
     z0 = torch.full((3,), value, device=DEVICE)
     what = "z0 is too large for the exact state" if value > 128 else "overflow in step 2: f reached 150"
@@ -291,7 +291,7 @@ def test_with_a_tolerance_an_overflow_is_told_by_the_solve_itself(value):
 
 
 @pytest.mark.parametrize("current", [DEVICE, OTHER])
-def test_nothing_is_asked_and_nothing_decided_while_a_graph_is_recorded(current):
+def test_graph_capture_queries_and_reports_nothing(current):
     lose_the_way()
     pending = list(deferred._pending)
     x = torch.ones(5, 6, device=DEVICE)
@@ -335,7 +335,7 @@ def test_dropout_is_one_mask_in_both_passes(recorded):
 
 
 @pytest.mark.parametrize(("home", "draws_on"), [("cpu", DEVICE), (DEVICE, OTHER), (DEVICE, "cpu")])
-def test_dropout_on_another_device_than_z0s_is_one_mask_too(monkeypatch, home, draws_on):
+def test_dropout_on_another_device_than_z0s_is_one_mask(monkeypatch, home, draws_on):
     monkeypatch.setattr(_device, "GPUS", (*_device.GPUS, DEVICE.type))
     x, masks = torch.ones(50, device=home, requires_grad=True), []
 
@@ -354,7 +354,7 @@ def test_dropout_on_another_device_than_z0s_is_one_mask_too(monkeypatch, home, d
 
 
 @pytest.mark.parametrize("gradient", ["exact", "implicit"])
-def test_cudnn_tries_no_algorithms_in_evaluations(monkeypatch, gradient):
+def test_cudnn_benchmark_is_off_in_evaluations(monkeypatch, gradient):
     """Each thread would choose by itself. In the products it may."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     w, seen = torch.full((6,), 0.5, device=DEVICE, requires_grad=True), {"f": [], "products": []}
@@ -389,7 +389,7 @@ def test_f_may_be_the_first_to_use_a_gpu(monkeypatch):
     assert revdeq.solve(f, torch.ones(3), max_steps=2).steps == 2
 
 
-def test_a_solve_within_f_may_draw_in_the_thread_of_a_backward_pass():
+def test_a_solve_inside_f_may_draw_in_the_backward_thread():
     """The gradient of an inner solve is taken inside f, by the device's thread, while this one is in an evaluation."""
     w, done = torch.full((5,), 0.3, device=DEVICE, requires_grad=True), []
 
@@ -409,7 +409,7 @@ def test_a_solve_within_f_may_draw_in_the_thread_of_a_backward_pass():
     assert done, "the two threads wait for each other"
 
 
-def test_memory_is_asked_of_the_device():
+def test_memory_is_measured_by_the_devices_allocator():
     def run():
         torch.zeros(1000, device=DEVICE)
         kept = torch.zeros(500, device=DEVICE)

@@ -97,7 +97,7 @@ def test_gradients_reach_z0_args_and_parameters():
     assert max(relative_errors(ours, expected)) <= 1e-6
 
 
-def test_gradients_reach_what_a_closure_holds():
+def test_gradients_reach_captured_tensors():
     """An encoded input, itself the result of an encoder; another module's weight; a weight-normed layer."""
     torch.manual_seed(0)
     encoder, normed = nn.Linear(5, 5), nn.utils.parametrizations.weight_norm(nn.Linear(5, 5))
@@ -114,7 +114,7 @@ def test_gradients_reach_what_a_closure_holds():
     assert max(relative_errors(run(revdeq.solve), run(stored_graph))) <= 1e-6
 
 
-def test_a_closure_over_one_part_of_a_split_gets_its_own_gradient():
+def test_a_captured_part_of_a_split_gets_its_own_gradient():
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     a, b = x.unbind()
     # 60 steps are beyond float64's range, but the derivative of an affine map does not depend on where it is taken.
@@ -134,7 +134,7 @@ def test_nested_arguments():
         torch.testing.assert_close(gradient, torch.full((3,), 2.0))
 
 
-def test_gradient_by_y_as_well_as_z():
+def test_gradients_of_a_loss_on_y_and_z():
     torch.manual_seed(0)
     f, x = Tanh(), torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     z0 = torch.zeros_like(x)

@@ -67,14 +67,14 @@ class KeepsOnCtx(torch.autograd.Function):
 
 
 @compared
-def test_a_function_that_keeps_tensors_without_saving_them(solve):
+def test_a_function_that_stores_tensors_on_its_context(solve):
     w, x = torch.randn(D, requires_grad=True), torch.randn(3, D)
     z = solve(lambda z: torch.tanh(KeepsOnCtx.apply(z, w) + x), torch.zeros(3, D))
     return torch.autograd.grad(z.square().sum(), [w])
 
 
 @compared
-def test_a_function_that_looks_twice_at_what_it_saved(solve):
+def test_a_function_that_unpacks_its_saved_tensors_twice(solve):
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, w):
@@ -92,7 +92,7 @@ def test_a_function_that_looks_twice_at_what_it_saved(solve):
 
 @pytest.mark.parametrize("keep", [0, 3])
 @pytest.mark.parametrize("state", ["float64", "exact"])
-def test_another_module_in_every_evaluation(state, keep):
+def test_a_different_module_in_every_evaluation(state, keep):
     torch.manual_seed(0)
     layers, x, order = nn.ModuleList(nn.Linear(D, D) for _ in range(2 * STEPS)), torch.randn(3, D), []
 
@@ -194,7 +194,7 @@ def test_a_backward_pass_in_another_thread_without_the_solution():
     assert solution.steps == STEPS
 
 
-def test_results_that_are_wrappers_of_others_are_refused_or_awaited():
+def test_outputs_that_wrap_other_tensors_are_refused_or_awaited():
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.testing._internal.two_tensor import TwoTensor
 
@@ -206,7 +206,7 @@ def test_results_that_are_wrappers_of_others_are_refused_or_awaited():
 
 
 @pytest.mark.parametrize("name", ["_graph_task", "_keep_graph", "_functorch"])
-def test_without_a_private_name_of_torch(monkeypatch, name):
+def test_without_a_private_torch_api(monkeypatch, name):
     monkeypatch.setattr(private, name, None)
     f, x = nn.Linear(D, D), torch.randn(3, D)
     expected = torch.autograd.grad(
@@ -228,7 +228,7 @@ def test_a_first_backward_pass_does_not_import_the_compiler():
 
 
 @pytest.mark.parametrize("state", ["float64", "exact"])
-def test_memory_of_solves_within_f_does_not_grow(state):
+def test_memory_of_solves_inside_f_does_not_grow(state):
     """What an inner solve keeps is left out like any tensor."""
     torch.manual_seed(0)
     inner, outer, x = nn.Linear(64, 64), nn.Linear(64, 64), torch.randn(64, 64)

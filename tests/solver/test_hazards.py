@@ -654,7 +654,7 @@ def steps_with_clipped_gradients_and_two_optimizers(solve):
 
 
 @pytest.mark.parametrize("gradient", ["exact", "implicit"])
-def test_a_backward_pass_frees_what_f_closes_over_though_the_solution_lives(gradient):
+def test_a_backward_pass_frees_captured_tensors_while_the_solution_is_alive(gradient):
     def solved():
         f, doubled = network(), point() * 2
         z = revdeq.solve(lambda z: f(z) + doubled, torch.zeros(3, D), gradient=gradient, check=None).z
@@ -672,7 +672,7 @@ def test_a_backward_pass_frees_what_f_closes_over_though_the_solution_lives(grad
 
 @pytest.mark.parametrize("state", ["float64", "exact"])
 @pytest.mark.parametrize("backward", [False, True])
-def test_what_f_closes_over_is_freed_at_once(state, backward):
+def test_captured_tensors_are_freed_immediately(state, backward):
     def solved():
         f, doubled = network(), point() * 2
         return solver(state)(lambda z: f(z) + doubled, torch.zeros(3, D)), weakref.ref(doubled)
@@ -686,7 +686,7 @@ def test_what_f_closes_over_is_freed_at_once(state, backward):
         assert captured() is None
 
 
-def test_nothing_waits_for_the_collector():
+def test_nothing_is_left_to_the_garbage_collector():
     """A tape in a cycle would hold the tensors of an evaluation."""
     f, x = network(), point().detach()
     several = [{}, {"state": "exact"}, {"keep": 3}, {"tol": 1e-3}, {"backward_steps": 2}]

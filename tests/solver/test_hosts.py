@@ -249,7 +249,7 @@ def test_stateful_layers_are_refused_wherever_they_are(wrapping, compiled, kind)
     assert all(torch.equal(b, before[name]) for name, b in block.named_buffers()), "and nothing has changed"
 
 
-def test_a_stateful_layer_that_f_does_not_call_is_nobodys_business():
+def test_a_stateful_layer_that_f_does_not_call_is_allowed():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -267,7 +267,7 @@ def test_a_stateful_layer_that_f_does_not_call_is_nobodys_business():
 
 @STATES
 @pytest.mark.parametrize("kind", ["energy", "parameter", "factory"])
-def test_leaves_that_f_makes_by_itself(state, kind):
+def test_leaf_tensors_that_f_creates(state, kind):
     net, x = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1)), torch.randn(3, 6)
 
     def f(z):
@@ -286,7 +286,7 @@ def test_leaves_that_f_makes_by_itself(state, kind):
 
 
 @STATES
-def test_a_leaf_that_f_makes_and_keeps(state):
+def test_a_leaf_tensor_that_f_creates_and_keeps(state):
     linear, kept, grads = nn.Linear(6, 6), [], []
 
     def f(z):
@@ -321,7 +321,7 @@ def test_a_cached_parametrization_around_both_passes(state, used_before):
     agree(ours, expected)
 
 
-def test_a_state_of_fs_own_is_noticed():
+def test_hidden_state_inside_f_is_noticed():
     linear, memory = nn.Linear(6, 6), []
 
     def recurrent(z):
@@ -388,7 +388,7 @@ def test_batched_gradients_are_refused(state):
 # arguments
 
 
-def test_containers_in_args_are_the_callers_own():
+def test_containers_in_args_are_not_changed():
     log, x = [], torch.randn(3, requires_grad=True)
 
     def f(z, inputs, log):
@@ -418,7 +418,7 @@ def test_f_that_changes_an_argument_in_place_is_refused():
         revdeq.solve(f, torch.zeros(3), table)
 
 
-def test_f_that_does_not_take_what_it_is_called_with():
+def test_an_f_with_the_wrong_signature():
     with pytest.raises(TypeError, match=r"f is called as f\(z, x\), but"):
         revdeq.RevDEQ(nn.Linear(4, 4))(torch.randn(2, 4))
     with pytest.raises(TypeError, match=r"f is called as f\(z\), but"):
@@ -523,7 +523,7 @@ class DropsOut(Block):
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("how", ["module", "function"])
 @pytest.mark.parametrize("tracer", list(TRACERS))
-def test_a_draw_cannot_be_traced(tracer, how):
+def test_dropout_cannot_be_traced(tracer, how):
     """It would be another one in every evaluation. TorchDynamo, which traces strictly, sees modules only."""
     model = Model(max_steps=2).requires_grad_(False)
     model.deq.f = DropsOut(how)
@@ -542,7 +542,7 @@ def test_a_tolerance_cannot_be_traced():
             TRACERS[tracer](model, torch.randn(3, 6))
 
 
-def test_a_solve_of_fake_tensors_has_its_shapes():
+def test_a_solve_of_fake_tensors_returns_the_right_shapes():
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode():

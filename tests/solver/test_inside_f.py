@@ -534,7 +534,7 @@ def test_a_dict_may_come_back_in_another_order():
     assert torch.equal(solution.z["b"], stored_graph(lambda z: 0.5 * z + x, torch.zeros(3)))
 
 
-def test_a_start_made_in_inference_mode():
+def test_a_z0_created_in_inference_mode():
     x = torch.randn(3, requires_grad=True)
     with torch.inference_mode():
         z0 = torch.ones(3)
@@ -683,7 +683,7 @@ def test_a_compiled_model_around_the_solve_breaks_its_graph_once():
     "kind",
     ["as it is", "in a closure", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("module", "in place"))],
 )
-def test_a_compiled_model_says_once_that_its_f_is_not(kind, caplog, monkeypatch):
+def test_a_compiled_model_logs_once_that_f_is_not_compiled(kind, caplog, monkeypatch):
     monkeypatch.setattr("revdeq._solver.solve._said", False)
     torch._dynamo.reset()
     block, x = MLP(), torch.randn(3, 6)
@@ -702,7 +702,7 @@ def test_a_compiled_model_says_once_that_its_f_is_not(kind, caplog, monkeypatch)
 
 
 @compiled
-def test_a_model_that_shall_be_one_graph_is_told_to_compile_f():
+def test_with_fullgraph_the_error_says_to_compile_f():
     def model(x):
         return revdeq.solve(lambda z, x: torch.tanh(z + x), torch.zeros(3, 6), x).z
 
@@ -786,7 +786,7 @@ def test_gradients_accumulate_over_micro_batches():
         torch.testing.assert_close(p.grad, g, rtol=1e-5, atol=1e-6)
 
 
-def test_functional_call_differentiates_what_was_put_in():
+def test_functional_call_differentiates_the_given_tensors():
     deq, x = revdeq.RevDEQ(MLP()), torch.randn(3, 6)
     others = {name: (0.5 * p).detach().requires_grad_() for name, p in deq.named_parameters()}
     z = torch.func.functional_call(deq, others, (x,))

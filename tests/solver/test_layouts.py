@@ -62,7 +62,7 @@ def gradients(f, z0, x, parameters, **settings):
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_channels_last_f_with_a_contiguous_start_copies_nothing_but_in_its_first_call(device, copies, state):
+def test_a_channels_last_f_with_a_contiguous_z0_copies_only_in_its_first_call(device, copies, state):
     f, _ = conv(device)
     z0 = torch.zeros(2, 4, 5, 3, device=device, requires_grad=True)
     x = torch.randn(2, 4, 5, 3).to(device).requires_grad_()
@@ -86,7 +86,7 @@ def test_a_channels_last_f_with_a_contiguous_start_copies_nothing_but_in_its_fir
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("gamma", [1.0, 0.7])
-def test_the_way_back_is_that_of_the_layouts_of_the_way_there(device, state, gamma):
+def test_the_backward_pass_uses_the_layouts_of_the_forward_pass(device, state, gamma):
     """Other bits of f in any evaluation would show as an error of the reconstruction."""
     f, parameters = conv(device)
     x = torch.randn(2, 4, 5, 3).to(device).requires_grad_()
@@ -150,7 +150,7 @@ def test_each_tensor_of_a_state_has_its_own_layout(device, copies, state):
     assert all(map(torch.equal, ours, tupled))
 
 
-def test_strides_of_dimensions_of_size_1_mean_nothing(device, copies):
+def test_strides_of_dimensions_of_size_1_are_ignored(device, copies):
     f, parameters = conv(device)
     x = torch.randn(8, 4, 1, 1).to(device).requires_grad_()
     seen = []
@@ -167,7 +167,7 @@ def test_strides_of_dimensions_of_size_1_mean_nothing(device, copies):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1, 1), (3, 0)])
-def test_little_and_nothing_has_no_layout(device, copies, shape):
+def test_scalars_and_empty_tensors_have_no_layout(device, copies, shape):
     revdeq.solve(lambda z: 0.5 * z, torch.zeros(shape, device=device))
     assert not copies
 

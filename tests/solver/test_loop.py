@@ -31,7 +31,7 @@ def gradient(loss, f):
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0])
-def test_a_loop_is_nearly_a_loop(factor):
+def test_revdeq_loop_is_close_to_plain_looping(factor):
     """In a pass, 1/64 of the state two passes before takes the place of f. Errors of a pass do not grow in those to
     come, and so 16 passes leave at most 16/64 of the size of a state, if all of them point the same way."""
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def test_a_loop_is_nearly_a_loop(factor):
     assert nn.functional.cosine_similarity(ours, theirs, 0) > 0.99  # .14 rad, and so within 16/64
 
 
-def test_a_loop_is_a_solve_with_a_beta_near_1():
+def test_revdeq_loop_is_a_solve_with_beta_near_1():
     torch.manual_seed(0)
     f, x, z0 = Block(1.0), torch.randn(4, 8), torch.randn(4, 8)
     solution = revdeq.loop(f, z0, x, times=12)
@@ -82,7 +82,7 @@ def test_times_is_an_even_number(times, error, remedy):
         revdeq.loop(torch.tanh, torch.zeros(3), times=times)
 
 
-def test_the_number_of_steps_has_another_name():
+def test_loop_takes_times_and_not_max_steps():
     with pytest.raises(TypeError, match="max_steps = 4.*times"):
         revdeq.loop(torch.tanh, torch.zeros(3), max_steps=4)
 

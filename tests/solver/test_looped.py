@@ -62,7 +62,7 @@ def close(ours, expected):
 
 @pytest.mark.parametrize("options", STATES.values(), ids=STATES)
 @pytest.mark.parametrize("aux", [True, "list"])
-def test_the_index_and_what_f_gives_beside_its_state(options, aux):
+def test_indexed_and_aux(options, aux):
     f, (z0, x) = Block(), inputs()
     targets = [z0, x, *f.parameters()]
     solution = revdeq.solve(f, z0, x, max_steps=N, indexed=True, aux=aux, check="raise", **options)
@@ -74,7 +74,7 @@ def test_the_index_and_what_f_gives_beside_its_state(options, aux):
     assert aux != "list" or len(solution.aux) == 2 * N
 
 
-def test_a_loss_of_aux_alone_and_a_tree_of_them():
+def test_a_loss_on_aux_alone_and_a_nested_aux():
     f, (z0, x) = Block(), inputs()
 
     def g(z, x, evaluation):
@@ -99,7 +99,7 @@ def test_memory_of_aux_does_not_grow():
     assert peak_memory(lambda: run(30)) <= 1.05 * peak_memory(lambda: run(4))
 
 
-def test_another_module_in_every_evaluation_some_of_which_have_no_gradient():
+def test_a_different_module_in_every_evaluation_some_without_gradients():
     torch.manual_seed(0)
     layers, (z0, x) = nn.ModuleList(nn.Linear(D, D) for _ in range(2 * N + 2)), inputs()
 
@@ -113,7 +113,7 @@ def test_another_module_in_every_evaluation_some_of_which_have_no_gradient():
     close(ours[:-4], torch.autograd.grad(stored(f, z0, x)[-1][1].sum(), list(layers.parameters())[:-4]))
 
 
-def test_a_counter_in_f_is_told_from_the_index():
+def test_a_counter_in_f_is_noticed_and_the_error_names_indexed():
     calls = []
 
     def f(z, x):
@@ -142,7 +142,7 @@ def test_steps_have_the_bits_of_solve(options):
 
 @pytest.mark.parametrize("options", STATES.values(), ids=STATES)
 @pytest.mark.parametrize("keep", [0, 3])
-def test_losses_of_all_steps(options, keep):
+def test_losses_on_all_steps(options, keep):
     f, (z0, x) = Block(), inputs()
     targets = [z0, x, *f.parameters()]
     settings = {"indexed": True, "aux": True, "keep": keep, "check": "raise", **options}
@@ -200,7 +200,7 @@ def test_steps_with_an_f_that_changes_its_input():
     close(ours, torch.autograd.grad(total(lambda z, x: 0.5 * z + weight * x), [weight, x]))
 
 
-def test_nothing_of_steps_is_left():
+def test_steps_frees_its_memory():
     f, (z0, x) = Block(indexed=False, aux=False), inputs()
     gc.collect()
     for s in revdeq.steps(f, z0, x, max_steps=4):
@@ -213,7 +213,7 @@ def test_nothing_of_steps_is_left():
 
 
 @pytest.mark.parametrize("options", STATES.values(), ids=STATES)
-def test_going_on_from_a_solution_has_the_bits_of_one_solve(options):
+def test_continuing_a_solution_gives_the_bits_of_one_solve(options):
     f, (z0, x) = Block(indexed=False, aux=False), inputs()
     targets, options = [z0, x, *f.linear.parameters()], {"state": "float64", **options}
     whole = revdeq.solve(f, z0, x, max_steps=7, **options)
@@ -223,7 +223,7 @@ def test_going_on_from_a_solution_has_the_bits_of_one_solve(options):
     close(torch.autograd.grad(both.z.sum(), targets), torch.autograd.grad(whole.z.sum(), targets))
 
 
-def test_a_solution_that_was_undone_is_no_start():
+def test_a_solution_cannot_be_continued_after_its_backward_pass():
     f, (z0, x) = Block(indexed=False, aux=False), inputs()
     part = revdeq.solve(f, z0, x, max_steps=3)
     part.z.sum().backward()
@@ -233,7 +233,7 @@ def test_a_solution_that_was_undone_is_no_start():
 
 
 @pytest.mark.parametrize("options", STATES.values(), ids=STATES)
-def test_where_y_starts(options):
+def test_y0(options):
     f, (z0, x) = Block(indexed=False, aux=False), inputs()
     y0 = torch.randn(3, D).requires_grad_()
     targets = [z0, y0, x, *f.linear.parameters()]
@@ -246,7 +246,7 @@ def test_where_y_starts(options):
         revdeq.solve(f, z0, x, y0=y0[:2])
 
 
-def test_float64_states_go_on_by_their_values():
+def test_float64_states_continue_from_their_values():
     f, (z0, x) = Block(indexed=False, aux=False).double(), [v.detach().double() for v in inputs()]
     part = revdeq.solve(f, z0, x, max_steps=2)
     assert torch.equal(revdeq.solve(f, part.z, x, y0=part.y, max_steps=3).z, revdeq.solve(f, z0, x, max_steps=5).z)
@@ -336,7 +336,7 @@ def test_the_growth_of_the_adjoint_is_that_of_the_stored_graph():
     torch.testing.assert_close(solution.adjoint.growth.double(), expected, rtol=1e-5, atol=0)
 
 
-def test_an_expanding_loop_is_named_once():
+def test_an_expanding_loop_warns_once():
     z0, x = inputs()
     f = expanding(30.0)
     with warnings.catch_warnings(record=True) as caught:
@@ -358,7 +358,7 @@ def test_a_gradient_that_is_not_finite_raises():
         solution.z.sum().backward()
 
 
-def test_a_gradient_that_comes_in_infinite_is_left_to_its_scaler():
+def test_an_infinite_incoming_gradient_is_left_to_the_grad_scaler():
     f, (z0, x) = Block(indexed=False, aux=False), inputs()
     for gradient in ("exact", "implicit"):
         z = revdeq.solve(f, z0, x, max_steps=20, check="raise", gradient=gradient).z
@@ -381,7 +381,7 @@ def test_verify_reports_the_growth():
     assert wild.growth > 1000 and "gamma" in str(wild)
 
 
-def test_verify_with_an_index_and_what_f_gives_beside_its_state():
+def test_verify_with_indexed_and_aux():
     z0, x = inputs()
     report = revdeq.verify(Block(), z0, x, max_steps=N, indexed=True, aux=True)
     assert report.exact and report.evaluations == 2 * N

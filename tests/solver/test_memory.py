@@ -48,7 +48,7 @@ def test_without_grad_no_graph_of_f_is_built():
     assert peak(solve, 4, grad=False) < 0.7 * peak(solve, 4)
 
 
-def test_steps_that_a_tolerance_allows_cost_nothing_before_they_are_taken():
+def test_a_large_max_steps_costs_no_memory_with_a_tolerance():
     """The exact state notes for each step whether it fitted, in 1 KiB for y and for z."""
 
     def run():

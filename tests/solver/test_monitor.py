@@ -174,7 +174,7 @@ def test_an_iteration_that_diverges_is_named_as_the_cause():
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("parts", [lambda z: z, lambda z: (z, 1e6 * z)])
-def test_numbers_that_the_exact_state_is_too_coarse_for_are_named(parts):
+def test_states_too_small_for_the_exact_state_are_noticed(parts):
     """One tensor of the state is enough. An exact zero is no such number."""
     weight = torch.full((3,), 1e-6, requires_grad=True)
 

@@ -105,7 +105,7 @@ Z, TWO = torch.zeros(3), (torch.zeros(3), torch.zeros(3))
         (Z / 0, FloatingPointError, "z0 .*finite"),
     ],
 )
-def test_what_cannot_be_a_state_to_start_from(z0, error, message):
+def test_bad_initial_states(z0, error, message):
     with pytest.raises(error, match=message):
         revdeq.solve(lambda z: z, z0)
 
@@ -137,7 +137,7 @@ def test_a_device_without_float64_is_refused():
         ),
     ],
 )
-def test_what_f_cannot_be_or_return(f, z0, error, message):
+def test_bad_functions_and_outputs(f, z0, error, message):
     with pytest.raises(error, match=message):
         revdeq.solve(f, z0)
 
@@ -148,7 +148,7 @@ def test_a_layer_needs_a_function():
 
 
 @pytest.mark.parametrize(("x", "kind"), [(None, "NoneType"), (torch.arange(3), "int64")])
-def test_a_layer_needs_z0_where_x_cannot_be_a_state(x, kind):
+def test_a_layer_needs_z0_if_x_cannot_be_a_state(x, kind):
     with pytest.raises(TypeError, match=f"x .*{kind}.*z0"):
         revdeq.RevDEQ(torch.cos)(x)
 
@@ -173,7 +173,7 @@ def test_an_error_inside_f_passes_through_and_leaves_the_input_alone():
 
 @pytest.mark.parametrize("gamma", [0.3, 0.8, 1.4])
 @pytest.mark.parametrize("beta", [0.5, 0.8, 1.2])
-def test_the_second_coefficient_by_hand(beta, gamma):
+def test_gamma_against_numbers_computed_by_hand(beta, gamma):
     x = torch.randn(4, dtype=torch.float64)
     solution = revdeq.solve(lambda z: torch.cos(z) + x, x, beta=beta, gamma=gamma, max_steps=3)
 
@@ -191,7 +191,7 @@ def test_the_second_coefficient_by_hand(beta, gamma):
 
 @pytest.mark.parametrize("gamma", [0.7, 1.3])
 @pytest.mark.parametrize("beta", [0.5, 0.8, 1.3])
-def test_gradcheck_with_a_second_coefficient(beta, gamma):
+def test_gradcheck_with_gamma(beta, gamma):
     def function(z0, x, weight):
         solution = revdeq.solve(
             lambda z, x: torch.tanh(z @ weight + x), z0, x, beta=beta, gamma=gamma, max_steps=3, state="float64"
@@ -204,7 +204,7 @@ def test_gradcheck_with_a_second_coefficient(beta, gamma):
 
 @STATES
 @pytest.mark.parametrize("block", [ConvBlock, TransformerBlock])
-def test_with_a_second_coefficient_both_passes_compute_the_same(state, block):
+def test_both_passes_compute_the_same_with_gamma(state, block):
     f = block(16) if block is ConvBlock else block(16, heads=2)
     x = torch.randn(2, 16, 6, 6) if block is ConvBlock else torch.randn(2, 5, 16)
     settings = {"beta": 0.8, "gamma": 0.75, "max_steps": 4, "state": state}
@@ -221,7 +221,7 @@ def test_with_a_second_coefficient_both_passes_compute_the_same(state, block):
     assert relative(ours, theirs) <= (1e-6 if state == "float64" else 1e-4)
 
 
-def test_every_backend_gives_the_same_with_a_second_coefficient(backend):
+def test_every_backend_gives_the_same_with_gamma(backend):
     f, x = Block(16), torch.randn(20, 16)
 
     def run(state):
@@ -239,7 +239,7 @@ def test_every_backend_gives_the_same_with_a_second_coefficient(backend):
 
 @STATES
 @pytest.mark.parametrize("grad", [True, False])
-def test_f_may_change_its_input_in_place_also_with_a_second_coefficient(state, grad):
+def test_f_may_change_its_input_in_place_with_gamma(state, grad):
     weight = torch.rand(3, requires_grad=True)
 
     def gradient(f):
@@ -257,7 +257,7 @@ def test_f_may_change_its_input_in_place_also_with_a_second_coefficient(state, g
 # state="auto"
 
 
-def test_auto_is_exact_where_the_device_has_no_float64(monkeypatch):
+def test_auto_chooses_the_exact_state_if_the_device_has_no_float64(monkeypatch):
     assert revdeq.solve(Block(), torch.zeros(6), torch.ones(6)).state == "float64"
     monkeypatch.setattr(_device, "has_float64", lambda device: False)
     assert revdeq.solve(Block(), torch.zeros(6), torch.ones(6)).state == "exact"
@@ -281,7 +281,7 @@ def test_auto_is_exact_where_the_device_has_no_float64(monkeypatch):
         ({"beta": 0.999, "max_steps": 8}, "exact"),  # 1 - beta is rounded to 1/64
     ],
 )
-def test_the_state_is_chosen_by_what_float64_would_lose(settings, state):
+def test_auto_chooses_the_state_by_the_bits_that_float64_would_lose(settings, state):
     f, x = Block(), torch.randn(3, 6)
     assert revdeq.solve(f, torch.zeros(3, 6), x, **settings).state == state
     with torch.no_grad():
@@ -291,13 +291,13 @@ def test_the_state_is_chosen_by_what_float64_would_lose(settings, state):
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.8, 0.9, 1.2])
-def test_by_default_nobody_gets_a_wrong_gradient(beta):
+def test_the_default_state_never_gives_a_wrong_gradient(beta):
     f, x = ConvBlock(16), torch.randn(2, 16, 6, 6)
     for max_steps in (1, 4, 8, 12, 40):
         assert revdeq.verify(f, torch.zeros_like(x), x, beta=beta, max_steps=max_steps).exact
 
 
-def test_a_solve_with_an_enormous_limit_prepares_for_what_it_takes():
+def test_a_solve_with_an_enormous_max_steps_allocates_only_what_it_uses():
     x = torch.randn(4)
     run = lambda: revdeq.solve(lambda z: 0.5 * z + x, torch.zeros(4), max_steps=10**6, tol=1e-5, state="exact")  # noqa: E731
     assert run().steps < 100
@@ -371,7 +371,7 @@ class Energy(nn.Module):
 @STATES
 @pytest.mark.parametrize("gamma", [1.0, 0.7])
 @pytest.mark.parametrize("kind", [Dropped, InPlace, Energy])
-def test_kept_graphs_with_what_people_put_into_f(state, kind, gamma):
+def test_kept_graphs_with_typical_functions(state, kind, gamma):
     f, x = kind(), torch.randn(3, 6, requires_grad=True)
     settings = {"max_steps": 4, "state": state, "gamma": gamma}
     assert all(map(torch.equal, gradients(f, x, keep=5, **settings), gradients(f, x, **settings)))
@@ -487,7 +487,7 @@ def test_the_implicit_gradient_with_a_tolerance_hooks_and_several_tensors():
     assert relative(ours, expected) <= 1e-4  # both are within the tolerance of the fixed point's
 
 
-def test_an_adjoint_equation_that_is_not_solved_says_so():
+def test_an_adjoint_equation_that_does_not_converge_warns():
     """f contracts at the fixed point by .99 only."""
     x = torch.randn(8, requires_grad=True)
     settings = {"max_steps": 4, "gradient": "implicit", "beta": 0.5}

@@ -104,14 +104,14 @@ def test_gradients_are_those_of_a_stored_graph_with_the_same_mask(setting, coupl
 @EVERY
 @pytest.mark.parametrize("state", ["float64", "exact"])
 @pytest.mark.parametrize("couples", [False, True], ids=["apart", "coupled"])
-def test_the_way_back_has_no_differing_bit(setting, state, couples):
+def test_the_backward_pass_reconstructs_every_bit(setting, state, couples):
     f, (x, speed) = Block(dtype=torch.float32, couples=couples), inputs(torch.float32)
     given = {**GIVEN, "max_steps": 40 if state == "exact" else 10, "tol": 1e-5 if state == "exact" else 1e-2}
     report = revdeq.verify(f, start(x), x, speed, state=state, **given, **setting)
     assert report.exact and report.evaluations >= 8, str(report)
 
 
-def test_remainders_that_are_put_aside_stay_with_examples_that_rest():
+def test_spilled_remainders_stay_with_frozen_examples():
     """With beta = 63/64 that is every fifth step."""
     f, (x, speed) = Block(dtype=torch.float32), inputs(torch.float32)
     given = {"beta": 63 / 64, "state": "exact", "tol": 1e-5, "max_steps": 40, "per_example": True}
@@ -151,7 +151,7 @@ def test_an_example_stops_after_its_own_first_step_with_a_small_change():
 
 @pytest.mark.parametrize("state", ["float64", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_neighbours_do_not_matter(state, dtype):
+def test_an_example_does_not_depend_on_its_batch(state, dtype):
     """To the last bit, wherever an example stands and in whatever batch: f is repeatable by row."""
 
     def f(z, x, speed):
@@ -200,7 +200,7 @@ def test_a_nested_state_arrives_as_a_whole():
 
 
 @EVERY
-def test_losses_of_states_on_the_way(setting):
+def test_losses_on_intermediate_states(setting):
     f, (x, speed) = Block(couples=True), inputs()
     z0 = start(x).requires_grad_()
     wanted = [z0, *f.parameters()]
@@ -215,7 +215,7 @@ def test_losses_of_states_on_the_way(setting):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * b.abs().max().item())
 
 
-def test_a_loss_of_a_step_before_the_others_are_taken():
+def test_a_loss_on_a_step_before_the_others_are_taken():
     f, (x, speed) = Block(), inputs()
     z0 = start(x)
     iteration = revdeq.steps(f, z0, x, speed, **GIVEN, state="float64")
@@ -228,7 +228,7 @@ def test_a_loss_of_a_step_before_the_others_are_taken():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * b.abs().max().item())
 
 
-def test_the_gradient_by_a_schedule():
+def test_the_gradient_of_a_schedule():
     f, (x, speed) = Block(couples=True), inputs()
     z0 = start(x)
     schedule = torch.tensor(SCHEDULE, dtype=torch.float64).requires_grad_()
@@ -296,7 +296,7 @@ def test_the_implicit_gradient_is_taken_where_each_example_ended():
         torch.testing.assert_close(a, b, rtol=0, atol=1e-3 * b.abs().max().item())
 
 
-def test_in_a_layer():
+def test_per_example_in_a_layer():
     f, (x, speed) = Block(), inputs()
     deq = revdeq.RevDEQ(f, **GIVEN)
     deq(x, speed).sum().backward()
@@ -304,7 +304,7 @@ def test_in_a_layer():
     assert "per_example=True" in repr(deq)
 
 
-def test_a_batch_of_one_is_the_whole():
+def test_a_batch_of_one():
     f, (x, speed) = Block(), inputs()
     z0 = torch.zeros(1, 6).double()
     one, whole = (revdeq.solve(f, z0, x[1:2], speed[1:2], tol=1e-4, max_steps=30, per_example=p) for p in (True, False))
@@ -312,14 +312,14 @@ def test_a_batch_of_one_is_the_whole():
     torch.testing.assert_close(one.change[0], whole.change)
 
 
-def test_a_batch_of_none():
+def test_an_empty_batch():
     f, (x, speed) = Block(), inputs()
     solution = revdeq.solve(f, torch.zeros(0, 6).double(), x[:0], speed[:0], **GIVEN)
     assert solution.z.shape == (0, 6) and solution.steps.shape == solution.change.shape == (0,)
     solution.z.sum().backward()
 
 
-def test_what_is_refused():
+def test_per_example_refuses_bad_input():
     f, (x, speed) = Block(), inputs()
     z0 = torch.zeros(5, 6).double()
     with pytest.raises(ValueError, match=r"per_example = True needs a tol.*tol=1e-3"):
@@ -396,7 +396,7 @@ def test_compact_of_a_nested_state_and_nested_arguments():
     assert more["x"][0] is x and len(more["speed"]) == 9
 
 
-def test_compact_changes_nothing_where_there_is_a_gradient_or_a_step_is_looked_at():
+def test_compact_is_ignored_with_gradients_and_in_steps():
     f, (x, speed) = Block(), inputs()
     counting, sizes = counted(f)
     deq = revdeq.RevDEQ(counting, compact=True, **GIVEN)
@@ -409,7 +409,7 @@ def test_compact_changes_nothing_where_there_is_a_gradient_or_a_step_is_looked_a
         assert 2 in sizes or 4 in sizes
 
 
-def test_compact_goes_on_from_a_solution():
+def test_compact_continues_a_solution():
     x, speed = inputs(torch.float32)
     with torch.no_grad():
         first = revdeq.solve(by_row, start(x), x, speed, **GIVEN, compact=True)

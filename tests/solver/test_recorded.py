@@ -60,7 +60,7 @@ class Training:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("state", STATES)
-def test_replays_of_a_training_step_have_the_bits_of_the_steps(state, dropout):
+def test_replays_of_a_training_step_have_the_bits_of_eager_steps(state, dropout):
     with emulated():
         training = Training(dropout, state=state, beta=0.8, check="raise")
         training.step()  # compiles kernels, and makes what the optimizer keeps
@@ -77,7 +77,7 @@ def test_replays_of_a_training_step_have_the_bits_of_the_steps(state, dropout):
         assert all(map(torch.equal, training.weights(graph.replay), for_other_data))
 
 
-def test_a_first_launch_inside_of_a_recording_names_what_to_do():
+def test_a_first_launch_during_capture_names_the_remedy():
     with emulated(), driver.device(DEVICE):
         training = Training(0.0)
         with pytest.raises(RuntimeError, match="_relax.*_kernel .* run the captured code once before"):
@@ -98,7 +98,7 @@ def solved(f, x, capture, **settings):
 
 @pytest.mark.parametrize("settings", [{}, {"gamma": 0.7}, {"tol": 0.3, "max_steps": 9}], ids=str)
 @pytest.mark.parametrize("state", STATES)
-def test_recorded_steps_have_the_bits_of_the_usual_ones(state, settings):
+def test_captured_steps_have_the_bits_of_eager_ones(state, settings):
     settings = {"state": state, "beta": 0.9, "max_steps": 3, "check": "raise", **settings}
     with emulated():
         torch.manual_seed(0)
@@ -128,7 +128,7 @@ def emulator():
 
 @pytest.mark.usefixtures("emulator")
 class TestRecordedSteps:
-    def test_put_remainders_aside(self):
+    def test_captured_steps_spill_remainders(self):
         settings = {"state": "exact", "beta": 63 / 64, "max_steps": 7, "check": "raise"}
         torch.manual_seed(0)
         f, x = Block().to(DEVICE), torch.randn(2, 8)
@@ -167,7 +167,7 @@ class TestRecordedSteps:
         assert driver.replays == 3 + 5
         assert torch.equal(results[-1].z.cpu(), expected.z.cpu()) and not results[-1].z.requires_grad
 
-    def test_a_verdict_is_told(self):
+    def test_captured_steps_report_a_wrong_reconstruction(self):
         """The float64 state cannot undo these steps."""
         f, x = Block().to(DEVICE), torch.randn(2, 8)
         with pytest.warns(revdeq.ReconstructionWarning, match="failed to reconstruct z0"):
@@ -178,7 +178,7 @@ class TestRecordedSteps:
             driver.synchronize(DEVICE)
             deferred.settle()
 
-    def test_so_is_an_overflow(self):
+    def test_captured_steps_report_an_overflow(self):
         f, x = Block().to(DEVICE), torch.ones(2, 8)
         for size in (1, 1, 500):
             solved(f, size * x, True, state="exact", max_steps=2)
@@ -188,7 +188,7 @@ class TestRecordedSteps:
         ):
             deferred.settle()
 
-    def test_other_weights_are_read_and_weights_elsewhere_are_recorded_anew(self):
+    def test_new_weights_are_read_and_moved_weights_are_captured_again(self):
         f, x = Block().to(DEVICE), torch.randn(2, 8)
         for _ in range(2):
             solved(f, x, True, max_steps=2)
@@ -205,7 +205,7 @@ class TestRecordedSteps:
     @pytest.mark.parametrize(
         "settings", [{"keep": 1}, {"aux": True}, {"indexed": True}, {"backward_steps": 1}], ids=str
     )
-    def test_an_option_that_is_not_recorded_is_named(self, settings):
+    def test_an_option_that_cannot_be_captured_is_an_error(self, settings):
         (name,) = settings
 
         class WithAux(Block):
@@ -216,7 +216,7 @@ class TestRecordedSteps:
         with pytest.warns(RuntimeWarning, match=f"runs as usual, because {name} = .*: leave it out"):
             solved(WithAux().to(DEVICE), torch.randn(2, 8), True, max_steps=2, **settings)
 
-    def test_what_cannot_be_recorded_is_told_once_and_runs_as_usual(self, recwarn):
+    def test_what_cannot_be_captured_warns_once_and_runs_as_usual(self, recwarn):
         x = torch.randn(2, 8)
 
         def told(f, times=1):
@@ -249,6 +249,6 @@ class TestRecordedSteps:
         assert "f draws random numbers" in str(recwarn[0].message)
 
 
-def test_on_the_cpu_it_says_so():
+def test_capture_on_the_cpu_warns():
     with pytest.warns(RuntimeWarning, match="z0 is on cpu, which has no CUDA graphs: move"):
         revdeq.RevDEQ(Block(), max_steps=2, capture=True)(torch.randn(2, 8))

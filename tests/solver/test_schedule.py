@@ -60,7 +60,7 @@ def unrolled(f, z0, schedule, first=0):
 @pytest.mark.parametrize("state", ["auto", "exact"])
 @pytest.mark.parametrize("max_steps", [1, 3, 16, 64])
 @pytest.mark.parametrize("more", [-2, 0, 3])
-def test_the_way_back_has_no_differing_bit(state, max_steps, more):
+def test_the_backward_pass_reconstructs_every_bit(state, max_steps, more):
     """Also with a schedule that is shorter or longer than the solve. Factors up to 2 keep the integers in range."""
     f, x = Block(), torch.randn(4, 6)
     schedule = random_schedule(max(1, 2 * max_steps + more))
@@ -84,7 +84,7 @@ def test_auto_counts_the_bits_of_every_half_step():
 
 @pytest.mark.parametrize("backward_steps", [None, 1, 3])
 @pytest.mark.parametrize("of", ["z", "y", "both"])
-def test_the_gradient_by_the_coefficients_is_that_of_a_stored_graph(backward_steps, of):
+def test_the_gradient_of_the_coefficients_is_that_of_a_stored_graph(backward_steps, of):
     """In float64, to 1e-9: a half-step back magnifies what rounding lost, 2^-53, by at most (1 + 1.9 * 1.5) / .5 < 2^3,
     and typically by 2: 2^-53 * 2^20 is 1e-10 for the ten of them."""
     f, x, z0 = Block(dtype=torch.float64), torch.randn(4, 6).double(), torch.randn(4, 6).double().requires_grad_()
@@ -107,7 +107,7 @@ def test_the_gradient_by_the_coefficients_is_that_of_a_stored_graph(backward_ste
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * b.abs().max().item())
 
 
-def test_of_a_nested_state():
+def test_the_gradient_of_the_coefficients_with_a_nested_state():
     weights = [torch.randn(6, 6, dtype=torch.float64) / 4 for _ in range(2)]
     z0 = {"a": torch.randn(3, 6).double(), "b": [torch.randn(3, 6).double()]}
     schedule = random_schedule(6, closest=0.5).requires_grad_()
@@ -127,7 +127,7 @@ def test_of_a_nested_state():
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9 * theirs.abs().max().item())
 
 
-def test_a_pair_for_all_that_is_learnt_gets_the_sum():
+def test_a_learnt_constant_pair_gets_the_sum_of_gradients():
     f, x = Block(dtype=torch.float64), torch.randn(4, 6).double()
     deq = revdeq.RevDEQ(f, beta=0.75, gamma=1.25, max_steps=4, learn_coefficients="pair", state="float64")
     deq(x).square().sum().backward()
@@ -138,7 +138,7 @@ def test_a_pair_for_all_that_is_learnt_gets_the_sum():
     torch.testing.assert_close(deq.learnt.grad.double(), expected, rtol=1e-7, atol=0)
 
 
-def test_where_nobody_asks_coefficients_have_no_gradient():
+def test_coefficients_have_no_gradient_by_default():
     f, x, schedule = Block(), torch.randn(4, 6), random_schedule(4)
     revdeq.solve(f, torch.zeros(4, 6), x, max_steps=2, schedule=schedule).z.sum().backward()
     assert schedule.grad is None
@@ -147,7 +147,7 @@ def test_where_nobody_asks_coefficients_have_no_gradient():
     assert not z.requires_grad
 
 
-def test_what_is_learnt_can_cross_the_gap_around_1():
+def test_learnt_coefficients_can_cross_the_gap_around_1():
     """It is used at a distance of 1/16 from 1, on the side where it is, and what moves it does not see that."""
     learnt = nn.Parameter(torch.tensor([[0.97, 1.0]]))
     optimizer, sides = torch.optim.SGD([learnt], lr=0.01), []
@@ -175,7 +175,7 @@ def test_the_implicit_gradient_with_a_schedule_is_that_of_the_fixed_point():
 # Fewer and more steps
 
 
-def test_fewer_steps_take_its_first_pairs_and_after_its_end_the_constant_pair_goes_on():
+def test_shorter_solves_use_the_first_pairs_and_longer_ones_continue_with_the_constant_pair():
     f, x, schedule = Block(dtype=torch.float64), torch.randn(4, 6).double(), random_schedule(6)
     pair = {"beta": 0.75, "gamma": 1.25}
     for max_steps in (1, 2, 3, 5):
@@ -185,7 +185,7 @@ def test_fewer_steps_take_its_first_pairs_and_after_its_end_the_constant_pair_go
         torch.testing.assert_close(z, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_with_a_tolerance_it_goes_on_until_there():
+def test_a_schedule_with_a_tolerance():
     f, x = Block(dtype=torch.float64), torch.randn(4, 6).double()
     options = {"beta": 1.1, "gamma": 0.9, "schedule": random_schedule(4), "max_steps": 100}
     solution = revdeq.solve(f, torch.zeros_like(x), x, tol=1e-9, **options)
@@ -211,7 +211,7 @@ def residual(f, x, **options):
 
 
 @pytest.mark.parametrize("name", list(blocks()))
-def test_it_beats_the_best_pair_on_a_batch_that_it_has_not_seen(name):
+def test_a_schedule_beats_the_best_pair_on_a_held_out_batch(name):
     f, draw = blocks()[name]
     x, other = draw(), draw()
     found = revdeq.tune(f, torch.zeros_like(x), x, max_steps=3, schedule=True)
@@ -223,7 +223,7 @@ def test_it_beats_the_best_pair_on_a_batch_that_it_has_not_seen(name):
         assert residual(f, x, schedule=found, state=state, **pair) == pytest.approx(found.residual, rel=1e-3)
 
 
-def test_it_is_never_worse_than_the_pair_on_what_it_was_given(short, monkeypatch):
+def test_a_schedule_is_never_worse_than_the_pair_on_its_own_batch(short, monkeypatch):
     """Also where the descent goes astray."""
     monkeypatch.setattr("revdeq._solver.schedule.RATE", 30.0)
     f, x = Block(), torch.randn(8, 6)
@@ -244,7 +244,7 @@ def test_several_batches_count_alike(short):
     assert found.residual <= min(t.residual for t in found.trials)
 
 
-def test_f_and_the_generators_are_left_alone(short):
+def test_the_search_changes_neither_f_nor_the_generators(short):
     f, x = Block(), torch.randn(8, 6)
     f.linear.bias.requires_grad_(False)
     f.linear.weight.grad = torch.ones_like(f.linear.weight)
@@ -262,20 +262,20 @@ def test_f_and_the_generators_are_left_alone(short):
     assert (f.linear.weight.requires_grad, f.linear.bias.requires_grad) == (True, False)
 
 
-def test_where_integers_do_not_fit_the_descent_takes_the_other_state(short):
+def test_the_search_uses_float64_if_integers_overflow(short):
     """Magnitudes beyond 128, and more steps than float64 is safe for."""
     f, x = Block(), 1000 * torch.randn(8, 6)
     found = revdeq.tune(lambda z, x: 1000 * f(z / 1000, x / 1000), torch.zeros_like(x), x, max_steps=5, schedule=True)
     assert found.residual < min(t.residual for t in found.trials)
 
 
-def test_with_a_tolerance_it_is_as_long_as_the_best_pair_takes(short):
+def test_with_a_tolerance_a_schedule_is_as_long_as_the_best_pair_needs(short):
     f, x = Block(), torch.randn(8, 6)
     found = revdeq.tune(f, torch.zeros_like(x), x, max_steps=50, tol=1e-2, schedule=True)
     assert len(found.schedule) == found.evaluations < 20
 
 
-def test_an_f_with_an_index_and_more_to_return(short):
+def test_the_search_with_indexed_and_aux(short):
     weights = [torch.randn(6, 6) / 4 for _ in range(4)]
 
     def f(z, x, evaluation, scale):
@@ -287,7 +287,7 @@ def test_an_f_with_an_index_and_more_to_return(short):
     assert len(found.curves["Anderson"]) == 4
 
 
-def test_its_options_are_those_that_mean_something():
+def test_the_search_takes_only_options_that_apply():
     x = torch.zeros(3)
     with pytest.raises(TypeError, match=f"state = 'exact': there are {', '.join(OPTIONS)}"):
         revdeq.tune(torch.cos, x, state="exact")
@@ -332,7 +332,7 @@ def test_a_layer_saves_and_loads_it(short):
     assert other.schedule is None and other.beta == deq.beta
 
 
-def test_checkpoints_that_write_into_the_tensors_of_a_layer_bring_it():
+def test_checkpoints_that_write_into_a_layers_tensors_restore_the_schedule():
     """As torch.distributed.checkpoint does it, which asks for tensors of the same shapes."""
     x = torch.randn(8, 6)
     deq, other = (revdeq.RevDEQ(Block(), max_steps=2) for _ in range(2))
@@ -345,7 +345,7 @@ def test_checkpoints_that_write_into_the_tensors_of_a_layer_bring_it():
     assert torch.equal(other(x), deq(x)) and (other.beta, other.gamma, other.schedule) == (0.8, 1.1, deq.schedule)
 
 
-def test_the_other_solvers_of_a_model_take_it_too():
+def test_the_other_solvers_of_a_model_take_a_schedule():
     f, x = Block(), torch.randn(4, 6)
     schedule = random_schedule(6).tolist()
     options = {"max_steps": 3, "schedule": schedule}

@@ -140,7 +140,7 @@ def work(rank, port, size):
     reason="FSDP2 of this torch does not gather parameters for an evaluation within a backward pass (2.10; 2.13 does)",
 )
 @pytest.mark.parametrize("size", [1, 2])
-def test_fully_shard_inside_of_f(size):
+def test_fully_shard_inside_f(size):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("on_device")
 COSINE_FIXED_POINT = 0.7390851332151607
 
 
-def test_two_steps_by_hand():
+def test_two_steps_against_numbers_computed_by_hand():
     """f(z) = z + 1, beta = .5, from 0:
     y1 = .5 * 0 + .5 * 1 = .5,      z1 = .5 * 0 + .5 * 1.5 = .75
     y2 = .5 * .5 + .5 * 1.75 = 1.125,  z2 = .5 * .75 + .5 * 2.125 = 1.4375
@@ -58,7 +58,7 @@ def test_an_affine_map_has_its_closed_form_and_gradient():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=(steps * bound * closed[0].norm()).item())
 
 
-def test_a_rotation_needs_the_damping():
+def test_a_rotation_needs_damping():
     """A turn by 90 degrees is no contraction: undamped iteration goes round for ever, beta = .5 converges."""
 
     def turn(z):
@@ -102,7 +102,7 @@ def test_the_tolerance_stops_at_the_first_step_that_meets_it():
     assert solution.nfe == 2 * solution.steps
 
 
-def test_the_residual_is_the_relative_change_of_the_last_step():
+def test_change_is_the_relative_change_of_the_last_step():
     matrix, x = affine()
 
     def z(steps):
@@ -112,7 +112,7 @@ def test_the_residual_is_the_relative_change_of_the_last_step():
     torch.testing.assert_close(z(5).change, change, rtol=1e-12, atol=0)
 
 
-def test_the_residual_spans_all_tensors_of_a_state():
+def test_change_is_over_all_tensors_of_a_state():
     matrix, x = affine()
     whole = revdeq.solve(lambda z: matrix @ z + x, torch.zeros_like(x), max_steps=3)
 
@@ -131,7 +131,7 @@ def test_beta_is_rounded_to_float32_and_reported():
     assert revdeq.solve(torch.cos, torch.zeros(1), beta=0.8, state="exact").beta == 0.8
 
 
-def test_a_layer_starts_from_zero_or_from_where_it_is_told():
+def test_a_layer_starts_from_zero_or_from_z0():
     layer = revdeq.RevDEQ(lambda z, x: 0.5 * z + x, beta=0.5, max_steps=60)
     assert layer.last is None
     x = torch.ones(2, 3)
@@ -211,7 +211,7 @@ def test_every_backend_gives_the_same_solution_and_gradient(backend):
 
 
 @pytest.mark.cpu
-def test_a_step_shows_divergence_at_once():
+def test_divergence_is_reported_immediately():
     def explode(z):
         return z * 1e30 + 1  # z_n is about 1e(60 n - 30), and its square overflows for n = 4
 
@@ -221,7 +221,7 @@ def test_a_step_shows_divergence_at_once():
         revdeq.solve(lambda z: z / 0, torch.zeros(4), tol=1e-3)
 
 
-def test_where_looking_would_wait_the_residual_and_the_gradient_show_divergence(monkeypatch):
+def test_without_synchronising_change_and_gradient_show_divergence(monkeypatch):
     monkeypatch.setattr("revdeq._device.can_look", lambda x: False)
     weight = torch.ones(4, requires_grad=True)
     solution = revdeq.solve(lambda z: weight * z / 0, torch.zeros(4), max_steps=3, check=None)

@@ -140,7 +140,7 @@ def test_evaluation_and_settings_of_one_call():
 # What a program asks for
 
 
-def test_the_arguments_of_a_whole_program_are_none_of_ours(caplog):
+def test_unknown_arguments_of_a_program_are_ignored(caplog):
     names = {
         "lr": 0.1, "seed": 1, "max_train_iters": 60, "eval_interval": 5000, "max_step": 150000, "eval_n_layer": 24,
         "eta": 0.0, "betas": (0.9, 0.999), "max_iter": 3, "tol": 1.0, "num_cores": 8, "check": True, "state": "train",
@@ -208,7 +208,7 @@ def test_the_implicit_gradient_is_torchdeqs():
         assert (g - e).norm() <= 1e-4 * e.norm()
 
 
-def test_gamma_is_torchdeqs_in_a_namespace_and_ours_by_name():
+def test_gamma_in_a_namespace_is_torchdeqs_and_by_name_ours():
     assert settings_of(torchdeq.get_deq(namespace("--gamma", "0.7")))["gamma"] == 1.0
     assert settings_of(torchdeq.get_deq(namespace("--gamma", "0.7", "--rev_gamma", "0.2")))["gamma"] == 0.2
     assert settings_of(torchdeq.get_deq(core="reversible", gamma=0.3))["gamma"] == 0.3
@@ -224,7 +224,7 @@ def test_the_exact_state_is_that_of_the_solver():
     out.sum().backward()
 
 
-def test_what_one_call_may_ask_for():
+def test_settings_of_one_call():
     deq, z0 = torchdeq.get_deq(core="reversible", f_max_iter=4, beta=0.75), torch.zeros(2, 2)
     plain = deq(torch.cos, z0)[0][-1]
     anderson = {"m": 5, "lam": 1e-3, "tau": 0.5, "beta": 1.0}
@@ -323,7 +323,7 @@ def test_help_is_about_this_core():
         ({"n_states": 2, "grad": [2, 4], "sup_gap": 2}, (3, 2, 1)),
     ],
 )
-def test_states_on_the_way_have_exact_gradients(asked, steps):
+def test_intermediate_states_have_exact_gradients(asked, steps):
     program, x = Program(core="reversible", f_max_iter=12, check="raise", **asked), torch.randn(4, 3)
     outs, info = program(x)
     expected = program.unrolled(x, *steps)
@@ -350,7 +350,7 @@ def test_as_many_states_as_torchdeq_gives(asked):
     assert len(ours) == len(theirs)
 
 
-def test_states_on_the_way_once_the_tolerance_is_reached():
+def test_intermediate_states_after_the_tolerance_is_reached():
     program, x = Program(core="reversible", f_max_iter=400, f_tol=1e-3, n_states=4), torch.randn(4, 3)
     outs, info = program(x)
     assert len(outs) == 4
@@ -359,7 +359,7 @@ def test_states_on_the_way_once_the_tolerance_is_reached():
     assert torch.equal(outs[0], Program(core="reversible", f_max_iter=100, f_tol=1e-3)(x)[0][-1])
 
 
-def test_states_on_the_way_see_one_random_draw():
+def test_intermediate_states_share_one_random_draw():
     masks = set()
 
     def f(z):

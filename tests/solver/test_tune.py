@@ -120,7 +120,7 @@ def blocks():
 
 @pytest.mark.parametrize("name", ["conv", "transformer"])
 @pytest.mark.parametrize("given", [{}, {"beta": 0.8}, {"beta": 1.2, "gamma": 0.9}])
-def test_it_is_never_worse_than_what_it_was_given(name, given):
+def test_tune_is_never_worse_than_the_given_pair(name, given):
     f, x = blocks()[name]
     calls = 0
 
@@ -142,7 +142,7 @@ def test_it_is_never_worse_than_what_it_was_given(name, given):
 
 
 @pytest.mark.parametrize("name", ["conv", "transformer"])
-def test_it_finds_a_better_pair_than_the_papers(name):
+def test_tune_finds_a_better_pair_than_the_papers(name):
     """Better than both of the paper's betas, by a factor that does not depend on the seed."""
     f, x = blocks()[name]
     found = revdeq.tune(f, torch.zeros_like(x), x, max_steps=8)
@@ -151,7 +151,7 @@ def test_it_finds_a_better_pair_than_the_papers(name):
 
 
 @pytest.mark.parametrize("name", ["conv", "transformer"])
-def test_with_a_tolerance_it_finds_the_pair_that_gets_there_soonest(name):
+def test_with_a_tolerance_tune_finds_the_fastest_pair(name):
     """With a limit of 100 steps, all pairs would be equally good in the end."""
     f, x = blocks()[name]
 
@@ -183,7 +183,7 @@ def test_an_f_that_changes_its_input_in_place():
     assert found[0].trials == found[1].trials
 
 
-def test_it_finds_a_large_gamma_where_all_eigenvalues_are_positive():
+def test_tune_finds_a_large_gamma_if_all_eigenvalues_are_positive():
     """As trained convolutions have them. The search is at least as good as the formula, whose pair is the best for
     infinitely many steps."""
     eigenvalues = torch.linspace(0, 0.95, 32, dtype=torch.float64)
@@ -213,7 +213,7 @@ def test_nested_states_and_other_dtypes():
     assert found.residual < 0.1
 
 
-def test_a_pair_that_diverges_is_tried_and_not_taken():
+def test_a_pair_that_diverges_is_tried_and_not_chosen():
     f, _ = linear_map(on_ellipse(0.4, 0.0, -1.6))
     found = revdeq.tune(f, torch.zeros(2, 64), max_steps=400)
     assert any(math.isinf(t.residual) for t in found.trials) and math.isfinite(found.residual)
@@ -277,7 +277,7 @@ def test_a_tuned_layer_keeps_its_coefficients_when_it_is_saved_and_loaded():
     assert abs(1 - near_one.tune(x).beta) >= CLOSEST_TO_1
 
 
-def test_it_is_told_when_no_pair_converges():
+def test_tune_warns_if_no_pair_converges():
     with pytest.warns(
         revdeq.ConvergenceWarning, match=r"no pair converges: with the best of \d+, the residual is still 2"
     ):

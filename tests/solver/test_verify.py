@@ -12,7 +12,7 @@ from revdeq.models import ConvBlock, TransformerBlock
 pytestmark = pytest.mark.usefixtures("on_device")
 
 
-def test_it_certifies_the_blocks_of_the_paper():
+def test_verify_confirms_the_blocks_of_the_paper():
     torch.manual_seed(0)
     for f, x in ((ConvBlock(16), torch.randn(2, 16, 8, 8)), (TransformerBlock(32), torch.randn(2, 8, 32))):
         report = revdeq.verify(f, torch.zeros_like(x), x, beta=0.5, max_steps=8)
@@ -20,7 +20,7 @@ def test_it_certifies_the_blocks_of_the_paper():
         assert str(report).startswith("exact: the backward pass gave f the same 16 inputs")
 
 
-def test_it_names_rounding_and_where_it_began():
+def test_verify_reports_rounding_and_where_it_began():
     torch.manual_seed(0)
     f, x = ConvBlock(16), torch.randn(2, 16, 8, 8)
     report = revdeq.verify(f, torch.zeros_like(x), x, beta=0.9, max_steps=12, state="float64")
@@ -32,7 +32,7 @@ def test_it_names_rounding_and_where_it_began():
 
 
 @pytest.mark.cpu
-def test_it_names_a_function_that_is_not_deterministic_and_counts_the_elements():
+def test_verify_reports_a_nondeterministic_function_and_counts_elements():
     torch.manual_seed(0)
     linear, generator = nn.Linear(50, 50), torch.Generator().manual_seed(0)
 
@@ -52,7 +52,7 @@ def test_dropout_is_deterministic_within_a_solve():
     assert revdeq.verify(lambda z: F.dropout(torch.tanh(linear(z))), torch.randn(4, 20), max_steps=4).exact
 
 
-def test_it_takes_what_solve_takes():
+def test_verify_takes_the_arguments_of_solve():
     def f(z, x):
         return {"a": 0.5 * z["a"].mul_(1.0) + x, "b": [0.5 * z["b"][0]]}
 
@@ -68,7 +68,7 @@ def test_it_takes_what_solve_takes():
         revdeq.verify(torch.cos, torch.zeros(3), gradient="implicit")
 
 
-def test_the_hash_sees_every_bit_and_its_place():
+def test_the_hash_depends_on_every_bit_and_its_position():
     x = torch.randn(1000)
     assert bit_hash(x) == bit_hash(x.clone())
     assert bit_hash(x) == bit_hash(x.view(20, 50).t().contiguous().t())

@@ -51,7 +51,7 @@ EXACT = [{}, {"state": "exact"}, {"keep": 3}, {"gamma": 0.8}]
 
 @pytest.mark.parametrize("options", EXACT, ids=str)
 @pytest.mark.parametrize("what", ["a loss of the last evaluation", "a loss of all", "a feature of x"])
-def test_a_loss_of_what_f_keeps(what, options):
+def test_a_loss_on_values_that_f_keeps(what, options):
     grads = []
     for solve in (as_z(**options), functools.partial(baselines.stored_graph, gamma=options.get("gamma", 1.0))):
         torch.manual_seed(0)
@@ -62,7 +62,7 @@ def test_a_loss_of_what_f_keeps(what, options):
     same(*grads)
 
 
-def test_a_loss_of_what_f_keeps_with_a_tolerance():
+def test_a_loss_on_values_that_f_keeps_with_a_tolerance():
     torch.manual_seed(0)
     f, encoder, x = Remembering("a loss of all"), nn.Linear(6, 6), torch.randn(3, 6)
     solution = revdeq.solve(f, torch.zeros(3, 6), encoder(x), tol=1e-3, max_steps=50, check="raise")
@@ -77,14 +77,14 @@ def test_a_loss_of_what_f_keeps_with_a_tolerance():
 
 
 @pytest.mark.parametrize("options", [{"gradient": "implicit", "max_steps": 40}, {"backward_steps": 2}], ids=str)
-def test_a_loss_of_an_evaluation_that_is_not_differentiated_is_refused(options):
+def test_a_loss_on_an_evaluation_that_is_not_differentiated_is_refused(options):
     f, encoder = Remembering("a loss of all"), nn.Linear(6, 6)
     z = revdeq.solve(f, torch.zeros(3, 6), encoder(torch.randn(3, 6)), **options).z
     with pytest.raises(RuntimeError, match="an evaluation of f that is not differentiated"):
         (z.sum() + f.kept[3]).backward()
 
 
-def test_a_cache_that_the_first_evaluation_fills_is_named():
+def test_a_cache_that_the_first_evaluation_fills_is_refused():
     """f depends on more than its arguments then; filled before the solve, the cache is as good as any tensor."""
     f, encoder = Remembering("a projection of x"), nn.Linear(6, 6)
     x = encoder(torch.randn(3, 6))
@@ -101,7 +101,7 @@ def test_a_cache_that_the_first_evaluation_fills_is_named():
     same(*grads)
 
 
-def test_a_cache_of_a_view_of_what_f_is_given():
+def test_a_cached_view_of_an_argument():
     grads = []
     for solve in (as_z(), baselines.stored_graph):
         torch.manual_seed(0)
@@ -122,7 +122,7 @@ ASKING = {
 @pytest.mark.parametrize("keep", [0, 3])
 @pytest.mark.parametrize("asked", ASKING)
 @pytest.mark.parametrize("i", [0, 1, 8, 12, 15])
-def test_a_loss_of_any_evaluation_however_its_gradient_is_asked_for(i, asked, keep, alone):
+def test_a_loss_on_any_evaluation_by_backward_or_grad(i, asked, keep, alone):
     """Also without a loss of the solution: the steps are then undone until there without products."""
     grads = []
     for solve in (as_z(keep=keep), baselines.stored_graph):
@@ -138,7 +138,7 @@ def test_a_loss_of_any_evaluation_however_its_gradient_is_asked_for(i, asked, ke
     same(grads[:1], grads[1:])
 
 
-def test_of_a_solve_of_which_only_what_f_kept_is_left():
+def test_a_loss_on_kept_values_after_the_solution_is_gone():
     linear, kept = nn.Linear(6, 6), []
 
     def f(z):
@@ -168,7 +168,7 @@ def test_two_losses_one_after_the_other():
         same(ours, grads[-1])
 
 
-def test_what_depends_on_a_start_that_needs_no_gradient_loses_none():
+def test_kept_values_that_depend_on_a_z0_without_gradient():
     linear, x, kept, grads = nn.Linear(6, 6), torch.randn(3, 6), [], []
 
     def f(z):
@@ -183,7 +183,7 @@ def test_what_depends_on_a_start_that_needs_no_gradient_loses_none():
 
 
 @pytest.mark.parametrize("state", ["float64", "exact"])
-def test_what_a_solve_within_f_keeps(state):
+def test_values_that_a_solve_inside_f_keeps(state):
     grads = []
     for solve in (as_z(state=state), baselines.stored_graph):
         torch.manual_seed(0)
@@ -205,7 +205,7 @@ def test_what_a_solve_within_f_keeps(state):
 
 
 @pytest.mark.parametrize("state", ["float64", "exact"])
-def test_f_may_ask_for_derivatives_by_its_state(state):
+def test_f_may_take_derivatives_with_respect_to_its_state(state):
     weight, x, grads = torch.randn(6, 6, requires_grad=True), torch.randn(3, 6), []
 
     def f(z, by_weight):
@@ -253,7 +253,7 @@ def test_f_that_changes_its_input_in_some_evaluations(state):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own
 @pytest.mark.parametrize("gradient", ["exact", "implicit"])
-def test_a_training_step_that_is_compiled_as_a_whole_leaves_both_passes_as_they_are(gradient):
+def test_compiling_a_whole_training_step_changes_neither_pass(gradient):
     """In one that is compiled, dropout would draw another mask."""
     linear, x, compiled = nn.Linear(6, 6), torch.randn(3, 6), []
 
@@ -302,7 +302,7 @@ class Growing(nn.Module):
         return torch.tanh(self.linear(z) + x + self.table)
 
 
-def test_a_table_that_the_first_evaluation_makes():
+def test_a_table_that_the_first_evaluation_creates():
     x, grads = torch.randn(3, 6), []
     f = Growing()
     for solve in (lambda *args: revdeq.solve(*args, check="raise").z, baselines.stored_graph):
@@ -322,7 +322,7 @@ class Counting(nn.Module):
         return torch.tanh(self.linear(z) + x)
 
 
-def test_a_buffer_that_is_changed_behind_autograds_back_is_refused_and_restored():
+def test_changing_a_buffer_through_data_is_refused_and_undone():
     f = Counting()
     with pytest.raises(RuntimeError, match="f changes codes"):
         revdeq.solve(f, torch.zeros(3, 6), torch.randn(3, 6))
@@ -331,7 +331,7 @@ def test_a_buffer_that_is_changed_behind_autograds_back_is_refused_and_restored(
 
 @pytest.mark.parametrize("state", ["float64", "exact"])
 @pytest.mark.parametrize("change", ["dropout", "weights"])
-def test_changes_between_the_passes_are_noticed_where_the_way_back_ends_early(change, state):
+def test_changes_between_the_passes_are_noticed_with_backward_steps(change, state):
     f = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3))
     solution = revdeq.solve(
         lambda z, x: f(z) + x, torch.zeros(3, 6), torch.randn(3, 6), backward_steps=5, state=state, check="raise"
@@ -365,7 +365,7 @@ def test_numbers_below_the_resolution_of_the_exact_state_are_noticed(size):
         z.sum().backward()
 
 
-def test_where_warnings_are_errors_each_of_them_is_one(recwarn):
+def test_warnings_can_be_turned_into_errors(recwarn):
     for _ in range(2):
         x = torch.full((50,), 1e-9, requires_grad=True)
         z = revdeq.solve(lambda z, x: 0.5 * z + x, torch.zeros(50), x, state="exact").z
@@ -398,7 +398,7 @@ def test_the_coefficients_of_a_layer_as_part_of_its_state():
     assert untuned.beta == 0.5 and not untuned.state_dict()["coefficients"].any()
 
 
-def test_beta_so_close_to_1_that_it_is_1_with_gamma():
+def test_a_beta_that_rounds_to_1_with_gamma():
     with pytest.raises(ValueError, match="must not be 1"):
         revdeq.solve(Block(), torch.zeros(3, 6), torch.zeros(3, 6), beta=0.99999995, gamma=1.68)
 
@@ -406,7 +406,7 @@ def test_beta_so_close_to_1_that_it_is_1_with_gamma():
 IMPLICIT = {"gradient": "implicit", "max_steps": 40, "check": "raise"}
 
 
-def test_with_an_implicit_gradient_what_changes_between_the_passes_is_noticed():
+def test_changes_between_the_passes_are_noticed_with_an_implicit_gradient():
     linear, total, x = nn.Linear(6, 6), 0, torch.randn(3, 6)
     for y in torch.randn(2, 3, 6).unbind():
         total = total + revdeq.solve(lambda z: torch.tanh(0.5 * linear(z) + y), torch.zeros(3, 6), **IMPLICIT).z  # noqa: B023
@@ -432,7 +432,7 @@ def test_what_does_not_change_is_not_reported(dtype, pair, max_steps):
         z.sum().backward()
 
 
-def test_with_an_implicit_gradient_f_may_choose_what_it_uses_by_its_state():
+def test_with_an_implicit_gradient_f_may_branch_on_its_state():
     a, b = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def f(z):
@@ -443,7 +443,7 @@ def test_with_an_implicit_gradient_f_may_choose_what_it_uses_by_its_state():
     assert (by_a is None or not by_a.any()) and by_b.norm() > 0
 
 
-def test_a_start_that_is_changed_before_the_backward_pass_is_named():
+def test_changing_z0_before_the_backward_pass_is_an_error():
     linear, start = nn.Linear(6, 6), torch.zeros(3, 6)
     z = revdeq.solve(lambda z: torch.tanh(0.5 * linear(z)), start).z
     start.copy_(z.detach())
@@ -451,7 +451,7 @@ def test_a_start_that_is_changed_before_the_backward_pass_is_named():
         z.sum().backward()
 
 
-def test_an_expanded_start_that_a_hook_has_packed():
+def test_an_expanded_z0_packed_by_a_saved_tensor_hook():
     linear, start, grads = nn.Linear(6, 6), nn.Parameter(torch.randn(1, 6)), []
 
     def packed(x):
@@ -464,7 +464,7 @@ def test_an_expanded_start_that_a_hook_has_packed():
     torch.testing.assert_close(*grads)
 
 
-def test_f_that_waits_for_a_solve_in_another_thread_is_told_and_does_not_hang(monkeypatch):
+def test_an_f_that_waits_for_a_solve_in_another_thread_raises_instead_of_hanging(monkeypatch):
     monkeypatch.setattr(context, "PATIENCE", 0.5)
     linear, x = nn.Linear(6, 6), torch.randn(3, 6)
 
@@ -485,14 +485,14 @@ def test_verify_of_a_compiled_f():
     assert revdeq.verify(f, torch.zeros(3, 6)).exact
 
 
-def test_verify_says_what_f_is_called_with():
+def test_verify_explains_a_wrong_signature():
     with pytest.raises(TypeError, match="f = None must be callable"):
         revdeq.verify(None, torch.ones(3))
     with pytest.raises(TypeError, match=r"f is called as f\(z, x\), but"):
         revdeq.verify(nn.Linear(3, 3), torch.ones(3), torch.ones(3))
 
 
-def test_tune_tells_of_an_error_of_fs_own():
+def test_tune_passes_on_an_error_of_f():
     with pytest.raises(ZeroDivisionError):
         revdeq.tune(lambda z: z / (1 // 0), torch.ones(3))
 
@@ -518,7 +518,7 @@ def test_a_part_of_f_may_be_compiled(what):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("whole", [True, False])
-def test_beside_a_compiled_part_results_that_f_closes_over_get_their_gradient(whole):
+def test_captured_tensors_get_their_gradient_next_to_a_compiled_part(whole):
     part, encoder, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 6), torch.randn(3, 6)
     compiled, grads = torch.compile(part, backend="eager", fullgraph=whole), []
     for solve in (as_z(), baselines.stored_graph):
@@ -535,7 +535,7 @@ class Held:
         self.net = Counting()
 
 
-def test_buffers_of_modules_that_a_plain_object_holds_are_seen():
+def test_buffers_of_modules_in_plain_objects_are_checked():
     held = Held()
     with pytest.raises(RuntimeError, match="f changes codes"):
         revdeq.solve(lambda z: held.net(z, 0), torch.zeros(3, 6))

@@ -337,7 +337,7 @@ def test_missing_text_and_encoding_are_named(tmp_path):
         WikiText("wikitext-2", tmp_path, 16)
 
 
-def test_a_folder_has_to_be_named_and_to_hold_every_split(tmp_path):
+def test_the_data_folder_must_be_given_and_have_every_split(tmp_path):
     with pytest.raises(DataError, match="cifar10 .*--data DIR"):
         data.load("cifar10", None, {})
     with pytest.raises(DataError, match="wiki.train.tokens"):

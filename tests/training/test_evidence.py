@@ -51,7 +51,7 @@ def test_the_other_seeds_have_the_learning_rate_that_was_best():
     assert {task.seed for task in evidence.tasks(["states"], 3, {}, [])} == {0}
 
 
-def test_a_learning_rate_at_the_end_of_the_list_makes_it_longer():
+def test_a_best_learning_rate_at_the_end_of_the_list_extends_it():
     task = next(evidence.tasks(["image"], 1, {}, []))._replace(lr=0.0)
     rates = evidence.STUDIES["image"].rates
 
@@ -64,7 +64,7 @@ def test_a_learning_rate_at_the_end_of_the_list_makes_it_longer():
     assert searched((*rates, 1.5e-3), 2.5e-3) == (3e-3, (*rates, 1.5e-3))
 
 
-def test_where_rates_have_as_many_seeds_the_mean_decides():
+def test_among_rates_with_equally_many_seeds_the_mean_decides():
     tasks = [evidence.Task("maze", "exact gradient, N = 12", lr, seed, 2000) for lr in (3e-3, 6e-3) for seed in (0, 1)]
     better = {tasks[0]: 0.9, tasks[1]: 0.1, tasks[2]: 0.7, tasks[3]: 0.7}
     (group,) = evidence.chosen("maze", done(tasks, better.get)).values()
@@ -73,7 +73,7 @@ def test_where_rates_have_as_many_seeds_the_mean_decides():
     assert [row["lr"] for row in group] == ["0.003", "0.003"]
 
 
-def test_with_equal_time_a_fast_model_makes_more_updates_at_its_best_learning_rate():
+def test_with_equal_time_a_fast_model_makes_more_updates():
     *others, fast = evidence.STUDIES["image"].variants
     speeds = [{"study": "image", "label": label, "seconds": "0.5"} for label in others]
     budgets = evidence.equal_time("image", [*speeds, {"study": "image", "label": fast, "seconds": "0.1"}])

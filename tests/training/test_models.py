@@ -244,7 +244,7 @@ def test_transformer_block_by_its_equation(wide_heads):
     torch.testing.assert_close(before(z, x), norm(h + linear(second, F.gelu(linear(first, norm(h))))))
 
 
-def test_what_a_new_language_model_sees():
+def test_how_much_an_untrained_language_model_depends_on_each_token():
     """How far the equilibrium at the last position moves when the token there changes, and when all others do: the
     numbers in the docstring of `TransformerBlock`, which vary by a tenth from seed to seed."""
     moved = {}
@@ -262,7 +262,7 @@ def test_what_a_new_language_model_sees():
     assert moved["pre-norm"] == pytest.approx([0.99, 0.06], abs=0.15)
 
 
-def test_multi_scale_is_the_figure():
+def test_the_multi_scale_model_matches_the_papers_figure():
     """At each scale: around the equilibrium an identity path, around the downsampling a convolution."""
     model = small("multi-scale").eval()
     images, _ = batch("multi-scale")
@@ -286,7 +286,7 @@ def test_single_scale_pools_to_four_by_four():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_new_model_knows_nothing(name):
+def test_an_untrained_model_predicts_uniformly(name):
     """Its loss is near that of a guess, and its block draws together: steps get smaller."""
     model, (inputs, targets) = small(name), batch(name, 16)
     classes = VOCABULARY if name in ("language", "transformer") else CLASSES
@@ -369,7 +369,7 @@ def test_bfloat16_autocast(name, solver):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_small_model_learns_a_small_batch_by_heart(name):
+def test_a_small_model_memorizes_a_small_batch(name):
     model, (inputs, targets) = small(name, **({"dropout": 0.0} if name == "language" else {})), batch(name, 4)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(150):
@@ -428,7 +428,7 @@ def test_torchdeq_trains(name):
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_one_dropout_mask_for_a_solve(solver):
+def test_a_solve_has_one_dropout_mask(solver):
     """And the generator goes on where one evaluation left it, whatever the solver and the backward pass do."""
     masks = []
     model = small("language", solver=solver, dropout=0.5, max_steps=3)
@@ -533,7 +533,7 @@ def test_models_pass_every_option_on(name):
                 small(name, solver=solver, **option)
 
 
-def test_a_block_of_ones_own():
+def test_a_custom_block():
     for name in IMPLICIT:
         model = small(name, block=Contraction)
         _, ours = gradients(model, *batch(name))
@@ -736,7 +736,7 @@ def test_greedy_text_with_a_tolerance():
         small("language", solver="stored")(torch.tensor(prompts[:1]), tol=0.1)
 
 
-def test_a_full_window_that_moves_on_far_is_seldom_evaluated_again(monkeypatch):
+def test_a_larger_slide_evaluates_the_window_less_often(monkeypatch):
     widths, model = [], small("language")
     decoded = LanguageModel._decoded
     monkeypatch.setattr(
@@ -749,7 +749,7 @@ def test_a_full_window_that_moves_on_far_is_seldom_evaluated_again(monkeypatch):
     assert widths == [1] * LENGTH + [LENGTH] * 2
 
 
-def test_sampling_is_by_the_usual_names():
+def test_sampling_takes_the_usual_arguments():
     model, prompt = small("language"), torch.tensor([[3, 4], [0, 5]])
 
     def drawn(seed=0, **settings):
@@ -781,7 +781,7 @@ def test_sampling_is_by_the_usual_names():
             model.generate(tokens)
 
 
-def test_a_text_ends_with_its_end():
+def test_a_text_stops_at_its_end_token():
     model, prompt = small("language"), torch.tensor([[3, 4], [7, 5]])
     free = model.generate(prompt, 10)
     end = free[0, 5].item()
@@ -806,7 +806,7 @@ class Blind(nn.Module):
 
 
 @needs_torchdeq
-def test_what_cannot_be_cached_evaluates_the_whole_sequence_and_says_so():
+def test_blocks_without_caches_evaluate_the_whole_sequence_and_warn():
     for settings, message in (
         ({"block": Blind}, "Blind takes no cache.*cache=None"),
         ({"tol": 1e-3}, r"tol = 0.001.*tol=None.*generate\(tol="),
@@ -819,7 +819,7 @@ def test_what_cannot_be_cached_evaluates_the_whole_sequence_and_says_so():
 
 
 @torch.no_grad()
-def test_a_block_of_ones_own_has_caches_indices_and_aux():
+def test_a_custom_block_with_caches_indices_and_aux():
     model, texts = small("language", **OWN).eval(), batch("language")[0]
     whole, lengths = model(texts), (2, 6, 3)
     for row, n, expected in zip(fed(model, texts, lengths), lengths, whole, strict=True):

@@ -126,7 +126,7 @@ def kind(thing):
 
 
 @pytest.mark.parametrize("data", [circle(), TensorDataset(*circle()), Examples(circle(), valid=circle(20))], ids=kind)
-def test_a_model_of_ones_own_learns_in_place_and_goes_on_bit_for_bit(data, tmp_path):
+def test_a_custom_model_is_trained_in_place_and_resumes_bit_for_bit(data, tmp_path):
     settings = {"epochs": 12, "batch": 20, "lr": 0.02, "schedule": "cosine", "log_every": 4, "save_every": 5}
     model = own_model()
     rows = train_quietly(model, data, tmp_path / "whole", **settings)
@@ -145,7 +145,7 @@ def test_a_model_of_ones_own_learns_in_place_and_goes_on_bit_for_bit(data, tmp_p
     assert torch.equal(found(circle()[0]), model.eval()(circle()[0])) and not found.training
 
 
-def test_numbers_as_targets_are_fitted_by_their_squared_error(tmp_path):
+def test_float_targets_use_the_squared_error(tmp_path):
     points, _ = circle()
     model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
     rows = train_quietly(model, (points, points.prod(1, keepdim=True)), tmp_path / "run", epochs=40, lr=0.02)
@@ -242,7 +242,7 @@ def frozen():
         ),
     ],
 )
-def test_what_cannot_be_trained_is_said_before_anything_is_written(model, data, error, message, tmp_path):
+def test_bad_models_are_refused_before_anything_is_written(model, data, error, message, tmp_path):
     with pytest.raises(error) as told:
         train_quietly(model, data, tmp_path / "run")
     assert message in str(told.value) and not (tmp_path / "run").exists()
@@ -256,18 +256,18 @@ def test_what_cannot_be_trained_is_said_before_anything_is_written(model, data, 
         (3, "model is of type int: pass a module, or the name of a preset"),
     ],
 )
-def test_what_is_no_model_is_said(model, message, tmp_path):
+def test_an_object_that_is_not_a_model_is_refused(model, message, tmp_path):
     with pytest.raises(TypeError) as told:
         train_quietly(model, circle(), tmp_path / "run")
     assert str(told.value) == message
 
 
-def test_a_preset_takes_no_data_of_ones_own(tmp_path):
+def test_a_preset_takes_no_custom_data(tmp_path):
     with pytest.raises(DataError, match="data is of type tuple: for a preset, pass the folder"):
         train_quietly("prefix-tiny", circle(), tmp_path / "run")
 
 
-def test_a_loss_that_is_infinite_because_of_the_data_is_told_as_such(tmp_path):
+def test_the_error_for_an_infinite_loss_blames_bad_data(tmp_path):
     points, _ = circle()
     targets = points.clone()
     targets[7] = math.inf
@@ -330,7 +330,7 @@ def test_importing_the_package_imports_no_training():
         ("Block", "block='Block': it must be module:Class"),
     ],
 )
-def test_a_block_that_does_not_fit_is_said_before_anything_is_written(block, message, mine, monkeypatch, capsys):
+def test_a_block_that_does_not_fit_is_refused_before_anything_is_written(block, message, mine, monkeypatch, capsys):
     arguments = [part for key, value in PUZZLE.items() for part in ("--set", f"{key}={value}")]
     assert command(monkeypatch, "train", "prefix-tiny", "--device", "cpu", "--block", block, *arguments) == 1
     assert message in capsys.readouterr().err and not Path("runs").exists()
@@ -358,7 +358,7 @@ def test_a_block_from_the_command_line_is_trained_resumed_and_loaded_by_name_onl
     assert isinstance(model.equilibrium.f, module.Block)
 
 
-def test_a_class_is_a_block_as_its_name_is(tmp_path):
+def test_a_block_may_be_a_class_or_its_name(tmp_path):
     train_quietly("prefix-tiny", None, tmp_path / "run", block=Block, **PUZZLE)
     train_quietly("prefix-tiny", None, tmp_path / "run", resume=True, block=Block, **PUZZLE)
     assert isinstance(revdeq.models.load(tmp_path / "run", block=Block).equilibrium.f, Block)
@@ -366,7 +366,7 @@ def test_a_class_is_a_block_as_its_name_is(tmp_path):
         revdeq.models.load(tmp_path / "run")
 
 
-def test_trying_a_block_out_changes_nothing_of_the_training(tmp_path, monkeypatch):
+def test_the_trial_of_a_block_does_not_change_the_training(tmp_path, monkeypatch):
     train_quietly("prefix-tiny", None, tmp_path / "with", block=Block, **PUZZLE)
     monkeypatch.setattr(train, "try_out", lambda *_: None)
     train_quietly("prefix-tiny", None, tmp_path / "without", block=Block, **PUZZLE)
@@ -377,7 +377,7 @@ def test_trying_a_block_out_changes_nothing_of_the_training(tmp_path, monkeypatc
 # going on
 
 
-def test_a_run_goes_on_with_its_own_settings_and_for_longer(tmp_path, monkeypatch, capsys):
+def test_a_resumed_run_keeps_its_settings_and_can_be_extended(tmp_path, monkeypatch, capsys):
     settings = {**PUZZLE, "schedule": "constant", "max_steps": (2, 5)}
     train_quietly("prefix-tiny", None, tmp_path / "whole", **{**settings, "updates": 11})
     train_quietly("prefix-tiny", None, tmp_path / "run", **settings)
@@ -395,7 +395,7 @@ def test_a_run_goes_on_with_its_own_settings_and_for_longer(tmp_path, monkeypatc
     assert "other settings, lr=0.004 (asked for: 1)" in capsys.readouterr().err
 
 
-def test_a_run_that_is_finished_says_what_limits_it(tmp_path, capsys):
+def test_resuming_a_finished_run_says_what_limits_it(tmp_path, capsys):
     settings = {"epochs": 2, "batch": 20}
     for more in ({}, {"schedule": "cosine"}):
         out = tmp_path / str(len(more))
@@ -435,7 +435,7 @@ def test_a_longer_run_follows_the_schedule_of_its_new_length(tmp_path):
     ],
     ids=["fewer", "others", "others of a Dataset", "another valid"],
 )
-def test_a_run_does_not_go_on_with_other_data(other, message, tmp_path):
+def test_a_run_cannot_resume_with_other_data(other, message, tmp_path):
     train_quietly(own_model(), circle(), tmp_path / "run", epochs=1)
     with pytest.raises(DataError) as told:
         train_quietly(own_model(), other, tmp_path / "run", resume=True, epochs=2)
@@ -447,7 +447,7 @@ def test_a_run_does_not_go_on_with_other_data(other, message, tmp_path):
     assert len(train_quietly(own_model(), other, tmp_path / "run", resume=True, epochs=2))
 
 
-def test_examples_that_are_drawn_anew_each_time_can_be_gone_on_with(tmp_path):
+def test_runs_on_generated_examples_can_resume(tmp_path):
     class Noisy(Dataset):
         def __len__(self):
             return 40
@@ -470,7 +470,7 @@ def test_examples_that_are_drawn_anew_each_time_can_be_gone_on_with(tmp_path):
         (["--resume", "own"], "own is a run of your own model, Linear: continue with revdeq.train(..., resume=True)"),
     ],
 )
-def test_what_there_is_to_go_on_with_has_to_be_named(arguments, message, tmp_path, monkeypatch, capsys):
+def test_resume_needs_a_run(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("broken").mkdir()
     Path("broken/config.json").write_text("{")
@@ -526,7 +526,7 @@ def test_every_loss_averages_as_many_updates(tmp_path, monkeypatch):
     assert {5, 10} <= {row["update"] for row in rows}
 
 
-def test_the_speed_is_that_of_updates_alone(tmp_path, monkeypatch):
+def test_the_speed_excludes_evaluations(tmp_path, monkeypatch):
     """By a clock that only evaluations, checkpoints and updates move."""
     now = [0.0]
     step, evaluate, save = train.Run._step, revdeq.training.evaluate, train.Run._save
@@ -549,7 +549,7 @@ def test_the_speed_is_that_of_updates_alone(tmp_path, monkeypatch):
     assert rows[-1]["seconds"] > 5000
 
 
-def test_the_time_that_is_left_is_said_without_a_terminal(monkeypatch, capsys):
+def test_the_remaining_time_is_printed_without_a_terminal(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     progress = record.Progress(1000, 100, "images", "accuracy")
@@ -598,7 +598,7 @@ def test_a_missing_tensorboard_is_named(monkeypatch, capsys, tmp_path):
 # what would spoil a run
 
 
-def test_a_class_held_out_that_the_model_does_not_know_is_named(tmp_path):
+def test_a_held_out_class_that_the_model_lacks_is_an_error(tmp_path):
     points, classes = circle()
     with pytest.raises(DataError, match="valid has bad data: the model has 2 classes, and targets range from"):
         train_quietly(own_model(), Examples((points, classes), (points, classes + 3)), tmp_path / "a", epochs=1)
@@ -606,14 +606,14 @@ def test_a_class_held_out_that_the_model_does_not_know_is_named(tmp_path):
         train_quietly(own_model(), Examples((points, classes), (points / 0, classes)), tmp_path / "b", epochs=1)
 
 
-def test_classes_in_turn_are_all_trained_on_and_all_held_out():
+def test_alternating_classes_are_all_in_both_splits():
     parts = Examples((torch.randn(1000, 2), torch.arange(1000) % 10)).parts
     for part, count in (("train", 900), ("valid", 100)):
         (_, targets), chosen = parts[part]
         assert len(chosen) == count and len(targets[chosen].unique()) == 10
 
 
-def test_a_run_that_is_asked_to_be_shorter_than_it_is_keeps_its_length(tmp_path):
+def test_a_run_cannot_be_made_shorter_than_it_is(tmp_path):
     small = {"channels": 4, "evaluation_batches": 1, "save_every": 3}
 
     def stop(row):
@@ -627,7 +627,7 @@ def test_a_run_that_is_asked_to_be_shorter_than_it_is_keeps_its_length(tmp_path)
     assert (tmp_path / "config.json").read_bytes() == before
 
 
-def test_a_run_that_has_lost_its_last_checkpoint_is_not_begun_anew_over_itself(tmp_path):
+def test_a_run_without_its_last_checkpoint_is_not_overwritten(tmp_path):
     small = {"channels": 4, "evaluation_batches": 1, "updates": 2}
     train_quietly("prefix-tiny", None, tmp_path, **small)
     (tmp_path / "last.pt").unlink()
@@ -635,7 +635,7 @@ def test_a_run_that_has_lost_its_last_checkpoint_is_not_begun_anew_over_itself(t
         train_quietly("prefix-tiny", None, tmp_path, resume=True, **small)
 
 
-def test_a_checkpoint_with_a_wrong_bit_or_with_nothing_in_it_is_not_loaded(tmp_path):
+def test_a_damaged_or_empty_checkpoint_is_not_loaded(tmp_path):
     train_quietly("prefix-tiny", None, tmp_path, channels=4, evaluation_batches=1, updates=2)
     path = tmp_path / "last.pt"
     content = bytearray(path.read_bytes())
@@ -648,22 +648,22 @@ def test_a_checkpoint_with_a_wrong_bit_or_with_nothing_in_it_is_not_loaded(tmp_p
         revdeq.models.load(path)
 
 
-def test_a_callback_that_cannot_be_called_is_said_at_once(tmp_path):
+def test_a_callback_that_is_not_callable_is_refused(tmp_path):
     with pytest.raises(TypeError, match="callback = 3 must be a function"):
         train_quietly("prefix-tiny", None, tmp_path, callback=3)
 
 
-def test_steps_for_a_model_of_ones_own_are_one_number(tmp_path):
+def test_max_steps_of_a_custom_model_is_one_number(tmp_path):
     with pytest.raises(SettingError, match="a range is for presets only; set layer.max_steps"):
         train_quietly(own_model(), circle(), tmp_path, max_steps=(4, 10))
 
 
-def test_what_there_is_nothing_of_cannot_be_tuned(tmp_path):
+def test_a_model_without_an_equilibrium_cannot_be_tuned(tmp_path):
     with pytest.raises(SettingError, match="tune_every=2: the model has no equilibrium to tune"):
         train_quietly(nn.Linear(2, 2), circle(), tmp_path, tune_every=2)
 
 
-def test_a_schedule_is_found_in_training_and_comes_with_the_weights(tmp_path, monkeypatch):
+def test_a_schedule_found_in_training_is_saved_with_the_weights(tmp_path, monkeypatch):
     monkeypatch.setattr("revdeq._solver.schedule.UPDATES", 4)
     model, settings = own_model(), {"tune_every": 2, "tune": "schedule", "updates": 3, "epochs": 1, "batch": 20}
     train_quietly(model, circle(), tmp_path / "run", **settings)
@@ -678,6 +678,6 @@ def test_a_schedule_is_found_in_training_and_comes_with_the_weights(tmp_path, mo
         train_quietly("prefix-tiny", None, tmp_path / "range", tune="schedule", tune_every=2)
 
 
-def test_what_follows_from_the_data_is_no_setting():
+def test_sizes_given_by_the_data_are_not_settings():
     with pytest.raises(SettingError, match="prefix-tiny has no setting 'features'"):
         configured("prefix-tiny", {"features": 3})

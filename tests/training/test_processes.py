@@ -43,7 +43,7 @@ TRAINING = """
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch with gloo")
-def test_no_thread_of_the_group_is_left_when_the_processes_part():
+def test_no_thread_of_the_process_group_is_left_at_the_end():
     """At the end of the interpreter it would be ended inside C++, and the process with it: "terminate called without an
     active exception"."""
     with socket.socket() as free:
@@ -64,7 +64,7 @@ def test_no_thread_of_the_group_is_left_when_the_processes_part():
 
 
 @pytest.mark.parametrize("seen, expected", [(4, "cuda:3"), (1, "cuda:0"), (0, "cpu")])
-def test_a_process_takes_its_own_gpu_of_all_that_it_sees(monkeypatch, seen, expected):
+def test_a_process_uses_its_own_gpu(monkeypatch, seen, expected):
     """A launcher may show each process a single one."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(_device, "count", lambda kind: seen if kind == "cuda" else 0)
@@ -72,6 +72,6 @@ def test_a_process_takes_its_own_gpu_of_all_that_it_sees(monkeypatch, seen, expe
 
 
 @pytest.mark.parametrize("device", ["tpu0", "cuda:77"])
-def test_a_device_that_there_is_not(device):
+def test_a_device_that_does_not_exist(device):
     with pytest.raises(SettingError, match=f"--device {device}: .*cpu"):
         Processes(device)

@@ -89,7 +89,7 @@ def test_a_model_reads_puzzles_of_every_size():
         PuzzleModel(dimensions=3)
 
 
-def test_noise_is_where_every_second_puzzle_of_a_training_begins():
+def test_every_second_training_puzzle_starts_from_noise():
     torch.manual_seed(0)
     quiet, noisy = PuzzleModel(channels=8, max_steps=1), PuzzleModel(channels=8, max_steps=1, noise=1.0)
     noisy.load_state_dict(quiet.state_dict())
@@ -112,7 +112,7 @@ def test_an_explicit_network_of_equal_size():
     assert abs(count_parameters(model) / parameters - 1) <= 2 / width  # one channel more or less
 
 
-def test_a_data_set_of_ones_own_is_a_class_and_an_entry(tmp_path, monkeypatch):
+def test_a_custom_data_set_is_a_class_and_an_entry(tmp_path, monkeypatch):
     """With nothing but what `DataSet` asks for."""
 
     class Complement:

@@ -102,7 +102,7 @@ def test_a_run_is_loaded_in_one_line_as_its_training_left_it(name, runs, data):
     )
 
 
-def test_coefficients_that_are_asked_for_replace_tuned_ones(runs, tmp_path, monkeypatch, capsys):
+def test_given_coefficients_replace_tuned_ones(runs, tmp_path, monkeypatch, capsys):
     tuned = revdeq.models.load(runs / "maze-tiny")
     tuned.save_pretrained(tmp_path / "tuned")
     assert tuned.equilibrium.beta != 0.8
@@ -249,7 +249,7 @@ def test_the_card_claims_no_metric_for_settings_that_were_not_evaluated(runs, tm
         assert revdeq.models.load(tmp_path / place).equilibrium.max_steps == 7
 
 
-def test_a_model_comes_from_the_hub_with_all_that_belongs_to_it(runs, tmp_path):
+def test_a_model_is_loaded_from_the_hub_with_all_its_files(runs, tmp_path):
     """The Hub is a folder here: what is asked of it by name is what was saved."""
     model = revdeq.models.load(runs / "wikitext2-tiny")
     model.save_pretrained(tmp_path / "hub")
@@ -266,7 +266,7 @@ def test_a_model_comes_from_the_hub_with_all_that_belongs_to_it(runs, tmp_path):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "hub" / name).read_bytes()
 
 
-def test_a_model_without_a_training_is_shared_too(tmp_path):
+def test_a_model_without_a_training_can_be_shared(tmp_path):
     torch.manual_seed(0)
     exact = SingleScale(channels=4, state=revdeq.Exact(fraction_bits=20), max_steps=2)
     x = torch.randn(1, 3, 32, 32)
@@ -289,7 +289,7 @@ class Tanh(nn.Module):
         return torch.tanh(self.conv(z) + x)
 
 
-def test_a_block_of_ones_own_is_named_and_not_shared(tmp_path):
+def test_a_custom_block_is_named_but_not_shared(tmp_path):
     model = SingleScale(channels=4, block=Tanh)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["block"].endswith(":Tanh")
@@ -333,7 +333,7 @@ def test_weights_that_are_missing_are_an_error(tmp_path):
         ("model.safetensors", b"12345678", "header"),
     ],
 )
-def test_a_shared_folder_that_is_damaged_is_told_like_a_damaged_run(name, content, message, tmp_path):
+def test_a_damaged_shared_folder_gives_the_error_of_a_damaged_run(name, content, message, tmp_path):
     SingleScale(channels=4).save_pretrained(tmp_path)
     (tmp_path / name).unlink()
     if content is not None:
@@ -343,7 +343,7 @@ def test_a_shared_folder_that_is_damaged_is_told_like_a_damaged_run(name, conten
 
 
 @pytest.mark.parametrize("name", ["sharde", "someone/sharde", "runs/of/mine"])
-def test_what_is_neither_a_folder_nor_on_the_hub_is_said_to_be_neither(name, tmp_path, monkeypatch):
+def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_an_error(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OSError, match=f"there is no folder {name}, and it cannot be read from the Hub: "):
         SingleScale.from_pretrained(name, local_files_only=True)
@@ -366,7 +366,7 @@ def test_pushing_sends_the_weights_the_settings_and_the_card(runs):
     assert b'PuzzleModel.from_pretrained("someone/prefix")' in sent["README.md"]
 
 
-def test_a_run_is_not_overwritten_by_what_is_shared_of_it(runs):
+def test_save_pretrained_does_not_overwrite_a_run(runs):
     before = (runs / "prefix-tiny/config.json").read_bytes()
     with pytest.raises(ValueError, match="prefix-tiny' is the folder of a run, whose config.json would be overwritten"):
         revdeq.models.load(runs / "prefix-tiny").save_pretrained(runs / "prefix-tiny")
@@ -403,7 +403,7 @@ def test_a_shared_folder_without_safetensors_says_what_is_missing(runs, tmp_path
 # text
 
 
-def test_the_draw_takes_the_likeliest_tokens_only():
+def test_sampling_takes_only_the_likeliest_tokens():
     logits = torch.tensor([0.1, 0.2, 0.4, 0.25, 0.05]).log()
 
     def drawn(top_k=None, top_p=None, temperature=1.0):
@@ -480,7 +480,7 @@ def pictures(tmp_path):
     return folder
 
 
-def test_images_of_ones_own_are_classified(runs, pictures, monkeypatch, capsys):
+def test_custom_images_are_classified(runs, pictures, monkeypatch, capsys):
     table = said(monkeypatch, capsys, "classify", runs / "cifar10-tiny", pictures, "--device", "cpu").splitlines()
     assert table[0].split() == ["file", "class", "probability"] and len(table) == 6
     assert [Path(line.split()[0]).name for line in table[1:]] == ["a.png", "b.JPG", "c.png", "d.png", "e.gif"]
@@ -495,7 +495,7 @@ def test_images_of_ones_own_are_classified(runs, pictures, monkeypatch, capsys):
     assert len(one.splitlines()) == 2
 
 
-def test_the_middle_of_an_image_is_what_is_read(tmp_path):
+def test_images_are_cropped_to_the_centre(tmp_path):
     image = Image.new("RGB", (96, 64), "red")
     image.paste("blue", (16, 0, 80, 64))  # the square in the middle
     image.save(tmp_path / "wide.png")
@@ -533,7 +533,7 @@ def test_what_cannot_be_classified_is_named(runs, pictures, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("batch", [1, 64])
-def test_damage_of_any_kind_is_told_after_all_that_can_be_read(batch, runs, pictures):
+def test_damaged_images_are_reported_after_the_readable_ones(batch, runs, pictures):
     whole = (pictures / "a.png").read_bytes()
     damaged = {
         "0 empty.png": b"",
@@ -552,7 +552,7 @@ def test_damage_of_any_kind_is_told_after_all_that_can_be_read(batch, runs, pict
     )
 
 
-def test_an_image_of_16_bits_is_seen_as_its_8_bits_would_be(tmp_path):
+def test_a_16_bit_image_is_read_like_its_8_bit_version(tmp_path):
     image = pytest.importorskip("PIL.Image")
     ramp = torch.arange(0, 256, 8).expand(32, 32).numpy().astype("uint16")
     image.fromarray(ramp.astype("uint8")).save(tmp_path / "8.png")

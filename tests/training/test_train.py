@@ -110,7 +110,7 @@ def assert_same_run(one, other):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_run_learns_and_leaves_its_record(name, folder, tmp_path, capsys):
+def test_a_run_learns_and_writes_its_files(name, folder, tmp_path, capsys):
     more = {"epochs": 4, "lr": 0.01} if name == "cifar10-tiny" else {"updates": 30, "lr": 0.02}
     rows = train.train(small(name, **more), folder, tmp_path / "run")
     assert rows[-1]["loss"] < 0.95 * rows[0]["loss"]
@@ -211,7 +211,7 @@ ENDS = [crash_in_evaluation, crash_between_best_and_last, crash_in_the_middle_of
 @pytest.mark.parametrize(
     ("name", "end"), [*((name, crash_in_update) for name in SETTINGS), *(("wikitext2-tiny", end) for end in ENDS)]
 )
-def test_a_run_goes_on_bit_for_bit_wherever_it_ended(name, end, folder, whole, tmp_path):
+def test_a_run_resumes_bit_for_bit_wherever_it_ended(name, end, folder, whole, tmp_path):
     for at in (3, 11):
         with pytest.MonkeyPatch.context() as monkeypatch:
             end(monkeypatch, at)
@@ -237,7 +237,7 @@ def test_resuming_a_plateau_bit_for_bit(folder, tmp_path, monkeypatch):
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def test_coefficients_are_tuned_on_the_way_and_resumed_bit_for_bit(folder, tmp_path, capsys):
+def test_coefficients_are_tuned_during_training_and_resumed_bit_for_bit(folder, tmp_path, capsys):
     preset = small(tune_every=5)
     train.train(preset, folder, tmp_path / "whole")
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tuned after update")]
@@ -276,7 +276,7 @@ def wait_for(path, child, seconds=120):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-def test_a_killed_process_goes_on_bit_for_bit(folder, tmp_path, capsys):
+def test_a_killed_run_resumes_bit_for_bit(folder, tmp_path, capsys):
     settings = {**IMAGES, "epochs": 12}
     train.train(configured("cifar10-tiny", settings), folder, tmp_path / "whole", quiet=True)
     arguments = [
@@ -326,7 +326,7 @@ def test_two_processes_train_as_one_does(name, folder, tmp_path):
     assert two["rows"][-1]["metric"] == pytest.approx(one[-1]["metric"], rel=1e-4)
 
 
-def test_evaluate_finds_what_the_training_found(folder, tmp_path, monkeypatch, capsys):
+def test_evaluate_gives_the_metrics_of_the_training(folder, tmp_path, monkeypatch, capsys):
     for name, metric in (("cifar10-tiny", "accuracy"), ("wikitext2-tiny", "perplexity")):
         rows = train.train(small(name), folder, tmp_path / name, quiet=True)
         capsys.readouterr()
@@ -378,7 +378,7 @@ def test_a_part_of_a_split_counts_the_tokens_of_that_part(folder):
         assert score.targets == len(tokens) and score.loss == pytest.approx(v.surcharge[tokens].mean(), rel=1e-6)
 
 
-def test_evaluate_takes_the_whole_split_unless_it_is_told(folder, tmp_path, monkeypatch, capsys):
+def test_evaluate_uses_the_whole_split_by_default(folder, tmp_path, monkeypatch, capsys):
     preset = small("wikitext2-tiny", evaluation_batches=1)
     train.train(preset, folder, tmp_path / "run", quiet=True)
     data = WikiText("wikitext-2", folder, 16, vocabulary=20)
@@ -555,7 +555,7 @@ def test_the_cosine_rises_and_falls():
     assert rates == pytest.approx(expected)
 
 
-def test_the_training_ends_when_the_rate_is_spent(folder, tmp_path, monkeypatch):
+def test_training_ends_when_the_learning_rate_reaches_its_minimum(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "PLATEAU_WINDOW", 3)
     monkeypatch.setattr(schedule, "PLATEAU_PATIENCE", 1)
     rows = train.train(small(schedule="plateau", lr=2e-6, epochs=50), folder, tmp_path / "run", quiet=True)
@@ -747,7 +747,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(folder, whole, tmp_path, capsys):
     assert_same_run(whole / "cifar10-tiny", out)
 
 
-def test_a_checkpoint_that_grows_beyond_the_room_is_named(tmp_path):
+def test_a_checkpoint_that_fills_the_disk_is_an_error(tmp_path):
     """A write that the system itself refuses, from within torch.save."""
     resource = pytest.importorskip("resource", reason="Windows has no limits of a process")
     path = tmp_path / "last.pt"
@@ -815,12 +815,12 @@ def test_a_block_that_sees_the_answer_is_refused(folder, tmp_path, tol):
 
 
 @pytest.mark.parametrize("name, setting, value", [("cifar10-tiny", "held_out", 3), ("wikitext2-tiny", "vocabulary", 9)])
-def test_what_a_model_was_trained_on_is_not_chosen_when_it_is_evaluated(folder, whole, name, setting, value):
+def test_evaluate_cannot_change_the_training_data(folder, whole, name, setting, value):
     with pytest.raises(presets.SettingError, match=f"{setting}={value}: the model was trained with {setting}="):
         revdeq.training.restored(whole / name, folder, {setting: value})
 
 
 @pytest.mark.parametrize("length", [0, -5, 1.5, "a"])
-def test_a_length_that_is_none(folder, length):
+def test_a_bad_length(folder, length):
     with pytest.raises(revdeq.training.data.DataError, match="length=.*at least 1"):
         WikiText("wikitext-2", folder, length=length)
