@@ -100,7 +100,7 @@ def _solved(ctx: Any, seeds: State) -> State:
             continue
         change, value = relax_norms(relax_z, mapped(y_copy), y_copy, next_step).sqrt()
         adjoint.change = change / value.clamp(min=torch.finfo(value.dtype).tiny)
-        if last or (options.tol is not None and _has_arrived(adjoint.change, options.tol)):
+        if last or options.tol is None or not options.tol < adjoint.change.item() < math.inf:  # also if it is NaN
             return z_copy
 
 
@@ -133,8 +133,3 @@ class _Product:
                 yield
         finally:
             filled.tensors, filled.versions = saved, versions
-
-
-def _has_arrived(residual: Tensor, tol: float) -> bool:
-    value = residual.item()
-    return value <= tol or not math.isfinite(value)

@@ -26,9 +26,8 @@ def graph_is_kept() -> bool:
     return _keep_graph() if _keep_graph is not None else True
 
 
-_keep_graph: Callable[[], bool] | None = getattr(
-    getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None
-)
+_autograd: Any = getattr(torch._C, "_autograd", None)
+_keep_graph: Callable[[], bool] | None = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
 
 
 def is_batched(x: Tensor) -> bool:
@@ -82,7 +81,6 @@ def remove_saved_tensor_hooks() -> None:
     _autograd._pop_saved_tensors_default_hooks()
 
 
-_autograd: Any = getattr(torch._C, "_autograd", None)
 _top_hooks: Callable[[bool], Any] | None = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 
 

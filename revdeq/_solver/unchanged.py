@@ -194,13 +194,9 @@ def refuse_sharded(modules: list[nn.Module], has_tolerance: bool) -> None:
         )
 
 
-def modules_of(f: Any) -> list[nn.Module]:
-    """The outermost modules that f can reach: itself, or those that it captures, is bound to or was made from."""
-    return reachable(f)[0]
-
-
 def reachable(f: Any) -> tuple[list[nn.Module], dict[str, Tensor], list[Slot]]:
-    """The same modules, the tensors that f captures, by name, and the slots they are in."""
+    """The outermost modules that f can reach (itself, or those that it captures, is bound to or was made from), the
+    tensors that it captures, by name, and the slots they are in."""
     found: list[nn.Module] = []
     tensors: dict[str, Tensor] = {}
     slots: list[Slot] = []

@@ -117,8 +117,7 @@ def report(preset: Preset) -> str:
         f"  an update of {batch} examples{at_a_time} takes {operations:.3g} TFLOP and {gigabytes:.3g} GB: {fixed} for "
         "parameters,",
         f"  gradients and AdamW, {activations} for the saved tensors of one evaluation of each f and of the rest of "
-        f"the "
-        f"model, and {states} for the solver.",
+        f"the model, and {states} for the solver.",
         f"  {'GPU':18}{'largest batch':>20}{f'{part} examples':>16}{'per update':>14}   "
         f"({precision}, {USED:.0%} of the peak rate)",
     ]
@@ -132,8 +131,7 @@ def report(preset: Preset) -> str:
     if launches := found.launches(training):
         lines.append(
             f"  The time is that of the operations, or {LAUNCH * 1e6:g} us for each of the {launches:,} kernel "
-            f"launches "
-            "if that is longer."
+            "launches if that is longer."
         )
     return "\n".join(lines)
 

@@ -70,8 +70,7 @@ def _built(
     elif changes:
         raise CheckpointError(
             f"{path}: {', '.join(changes)} cannot be changed for a model that you pass: change them in the model, "
-            f"beta and "
-            "gamma after loading, because the weights may include them"
+            "beta and gamma after loading, because the weights may include them"
         )
     else:
         preset = before

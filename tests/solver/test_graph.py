@@ -205,7 +205,7 @@ def test_outputs_that_wrap_other_tensors_are_refused_or_awaited():
         assert torch.equal(z, stored_graph(lambda z: 0.5 * z + 1, torch.zeros(3), max_steps=2))
 
 
-@pytest.mark.parametrize("name", ["_graph_task", "_keep_graph", "_functorch"])
+@pytest.mark.parametrize("name", ["_graph_task", "_keep_graph", "_functorch", "_top_hooks", "_has_flag"])
 def test_without_a_private_torch_api(monkeypatch, name):
     monkeypatch.setattr(private, name, None)
     f, x = nn.Linear(D, D), torch.randn(3, D)

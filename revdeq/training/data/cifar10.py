@@ -82,8 +82,7 @@ class Cifar10:
             else:
                 raise DataError(
                     f"{place} contains {', '.join(sorted(contents)) or 'no batch'}, but not {name}.bin (binary "
-                    f"version) "
-                    f"or {name} (Python version): CIFAR-10 is {TRAIN[0]} to {TRAIN[-1]} and {TEST}"
+                    f"version) or {name} (Python version): CIFAR-10 is {TRAIN[0]} to {TRAIN[-1]} and {TEST}"
                 )
         images, labels = (torch.cat(part) for part in zip(*parts[:-1], strict=True))
         self.images, self.labels = images, labels
