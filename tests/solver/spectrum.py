@@ -1,4 +1,4 @@
-"""What theory says of the coefficients, for an f whose eigenvalues are known."""
+"""The theory of the coefficients, for an f with known eigenvalues."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""f closes over tensors of which one is made from another: their common source gets one gradient, the right one."""
+"""f captures tensors of which one is computed from another: their common source gets the right gradient, once."""
 
 import pytest
 import torch
@@ -103,7 +103,7 @@ def test_the_implicit_gradient_equals_the_exact_one_at_a_fixed_point(case):
 
 
 def test_a_cached_parametrization():
-    """What a parametrization makes, and what it makes it from."""
+    """f captures both the result of a parametrization and the parameter that it is computed from."""
 
     def run(solver):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The settings and the random draw that f sees are the same in both passes, whatever threads and forks there are."""
+"""f sees the same settings and random numbers in both passes, with any threads and forks."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from revdeq._solver.context import Draw
 
 
 def in_two_threads(run):
-    """The results of run(0) and run(1), or an error if they do not come."""
+    """The results of run(0) and run(1) in two threads, or an error after a timeout."""
     results = {}
 
     def note(i):
@@ -34,7 +34,7 @@ def in_two_threads(run):
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_first_evaluations_in_two_threads_may_wait_for_each_other(draws):
-    """What they draw at the same time is each other's: such a first evaluation is repeated."""
+    """They draw from the same generator at the same time, so the first evaluation is repeated."""
     together, met = threading.Barrier(2, timeout=30), threading.local()
 
     def drawn():
@@ -51,7 +51,7 @@ def test_first_evaluations_in_two_threads_may_wait_for_each_other(draws):
         return revdeq.solve(f, torch.zeros(500, requires_grad=True), max_steps=12).y.detach()
 
     for y in in_two_threads(run):
-        # of one mask at all evaluations, the first included, every element is 0 or all of it
+        # with one mask in all evaluations, every element is either 0 or complete
         expected = torch.tensor([0.0, 2 * (2**12 - 1)])
         assert torch.isin((y * 2**12).round(), expected).all()
 
@@ -60,7 +60,7 @@ def test_first_evaluations_in_two_threads_may_wait_for_each_other(draws):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_process_forked_while_another_thread_evaluates_can_solve(draws):
-    """In the first evaluation of that thread, and in one that has its turn to draw."""
+    """In the first evaluation of that thread, and in one that holds the generator lock."""
     inside, go_on, calls = threading.Event(), threading.Event(), []
 
     def f(z):
@@ -87,21 +87,21 @@ def test_a_process_forked_while_another_thread_evaluates_can_solve(draws):
 
 @pytest.fixture
 def another_thread():
-    """Draws a number in a thread of its own, which stays alive, and returns it."""
+    """Draw a number in a separate thread, which stays alive, and return it."""
     with ThreadPoolExecutor(1) as pool:
         yield lambda: pool.submit(lambda: torch.rand(1, dtype=torch.float64).item()).result()
 
 
 def has_one_mask(z, steps):
-    """Of f(z) = dropout(1), at all evaluations: every element is 0 or all of it."""
+    """Whether f(z) = dropout(1) had one mask in all evaluations: every element is either 0 or complete."""
     return torch.isin((z * 2**steps).round(), torch.tensor([0.0, 2 * (2**steps - 1)])).all()
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before f draws", "after"])
 @pytest.mark.parametrize("when", [{3}, {9}, {20}, {45}, {3, 9, 20}])
 def test_f_keeps_its_mask_if_another_thread_draws_occasionally(another_thread, when, early):
-    """Not in the first evaluation, and on the way back, too. If it drew as much in two attempts in succession, they
-    would agree by chance, and the check would tell."""
+    """After the first evaluation, and in the backward pass, too. If the thread drew equally much in two successive
+    attempts, they would agree by chance, and the check would report it."""
     w, calls = torch.ones(500, requires_grad=True), 0
 
     def f(z):
@@ -121,7 +121,7 @@ def test_f_keeps_its_mask_if_another_thread_draws_occasionally(another_thread, w
 
 
 def test_an_error_names_a_thread_that_draws_constantly_while_f_draws(another_thread):
-    """Another number every time: as long as it is the same, f has the same mask."""
+    """It draws a different amount every time: with the same amount, f would have the same mask."""
     calls = []
 
     def f(z):
@@ -135,7 +135,7 @@ def test_an_error_names_a_thread_that_draws_constantly_while_f_draws(another_thr
 
 
 def test_f_may_draw_new_numbers_in_every_evaluation_while_other_threads_draw(another_thread):
-    """They are those of one seed."""
+    """All numbers come from one seed."""
     another_thread()
     torch.manual_seed(0)
     drawn = torch.rand(40)
@@ -155,7 +155,7 @@ def test_f_may_draw_new_numbers_in_every_evaluation_while_other_threads_draw(ano
 
 
 def test_a_thread_gets_no_number_twice_if_f_draws_none(another_thread):
-    """Not one, and none that was drawn between the evaluations of an f that draws."""
+    """Neither its own numbers, nor those drawn between the evaluations of an f that draws."""
     numbers = [another_thread()]
 
     def f(z):
@@ -175,7 +175,7 @@ def test_a_thread_gets_no_number_twice_if_f_draws_none(another_thread):
 
 @pytest.mark.parametrize("when", ["before f draws", "after"])
 def test_a_thread_that_draws_during_the_first_evaluation(another_thread, when):
-    """The solve begins once more, with the mask that the others have."""
+    """The solve starts again, with the mask of the other evaluations."""
     w, calls = torch.ones(500, requires_grad=True), 0
 
     def f(z):
@@ -198,7 +198,7 @@ def test_a_thread_that_draws_during_the_first_evaluation(another_thread, when):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_inside_an_evaluation_can_finish_it():
-    """As when f starts workers: the child has the evaluation that it is in, and leaves it."""
+    """As when f starts workers: the child inherits the running evaluation and can leave it."""
     children = []
 
     def f(z):
@@ -275,7 +275,7 @@ PRECISION = """
     ids=["cuda", "cudnn", "mkldnn"],
 )
 def test_precisions_set_by_the_new_api_are_those_of_the_forward_pass(names, value):
-    """In a process of its own: afterwards, torch refuses to read some of them the old way."""
+    """In a separate process: afterwards, torch refuses to read some of them by the old API."""
     program = textwrap.dedent(PRECISION.format(names=names, value=value))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

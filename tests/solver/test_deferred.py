@@ -1,4 +1,4 @@
-"""Decisions that wait for a device: by several threads, in a fork, and at the end of a process."""
+"""Checks that wait for a value from a device: in several threads, in a fork, and at the end of a process."""
 
 import os
 import subprocess
@@ -16,19 +16,19 @@ from revdeq._solver import deferred
 
 @pytest.fixture(autouse=True)
 def later(monkeypatch):
-    """CPU tensors, too, are decided on later."""
+    """Checks of CPU tensors are deferred, too."""
     monkeypatch.setattr(deferred, "_pending", [])
     monkeypatch.setattr(_device, "can_look", lambda x: False)
 
 
 def test_two_threads_report_each_result_once_and_only_after_it_arrived(monkeypatch):
-    """Both ask about the first at the same time; the second is not there."""
+    """Both check the first value at the same time; the second has not arrived."""
     both, asked = threading.Barrier(2), []
 
     def slowly():
         asked.append(1)
         try:
-            both.wait(0.5)  # the other one asks now, if it may
+            both.wait(0.5)  # the other thread checks now, if it can
         except threading.BrokenBarrierError:
             both.reset()
         return True
@@ -49,7 +49,7 @@ def test_two_threads_report_each_result_once_and_only_after_it_arrived(monkeypat
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_has_nothing_pending_and_its_own_lock(monkeypatch):
-    """Even if another thread held it."""
+    """Even if another thread held the lock."""
     deferred.report(torch.tensor(1.0), lambda x: None)
     with deferred._lock:
         child = os.fork()

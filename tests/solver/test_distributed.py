@@ -1,5 +1,5 @@
-"""Two processes, each with half of the batch, compute the gradient of one process with all of it, and share what they
-have found."""
+"""Two processes, each with half of the batch, compute the gradient of one process with all of it, and share the tuned
+coefficients."""
 
 import copy
 import importlib
@@ -89,7 +89,7 @@ def check_fsdp(rank):
     unit = nn.Linear(1, 2, bias=False)
     fully_shard(unit)
     unit(torch.ones(1, 1)).sum().backward()
-    whole = unit.weight.grad.full_tensor()[0].item()  # 1, but 2 with torch 2.8, which adds up over gloo
+    whole = unit.weight.grad.full_tensor()[0].item()  # 1, but 2 with torch 2.8, which sums over gloo
 
     model = Model()
     fully_shard(model.deq)
@@ -132,7 +132,7 @@ def pair(model):
 
 
 def check_coefficients_are_the_same_everywhere(rank):
-    """Those of the first process, whatever each has found, as for all buffers."""
+    """All processes get the coefficients of the first one, as for all buffers."""
     model = Model()
     if rank == 0:
         model.deq.use(0.75, 1.25)
@@ -181,12 +181,12 @@ def work(rank, port, folder):
         check_coefficients_are_loaded(rank, folder)
     finally:
         dist.destroy_process_group()
-    os._exit(0)  # torch's device meshes keep the group, and its threads can abort a process that ends by itself
+    os._exit(0)  # torch's device meshes keep the group alive, and its threads can abort a process at exit
 
 
 def test_ddp_fsdp_and_tensor_parallel_modules_with_two_processes(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # pytest's own name for this module is one that other processes find in the repository's folder only
+    # other processes can import pytest's name of this module only from the repository's folder
     mp.spawn(importlib.import_module("test_distributed").work, (port, str(tmp_path)), nprocs=2)

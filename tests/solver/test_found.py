@@ -1,4 +1,4 @@
-"""Programs that were tried, and what they met."""
+"""Problems that were found by trying real programs."""
 
 import copy
 import subprocess
@@ -59,7 +59,7 @@ def test_captured_objects_that_raise_when_they_are_inspected(name):
 
 
 class Counting(nn.Module):
-    """Keeps a running mean, in one way or another."""
+    """Updates a running mean, in one of several ways."""
 
     def __init__(self, change, size=4):
         super().__init__()
@@ -110,7 +110,7 @@ def test_the_error_for_a_large_buffer_says_that_it_changed():
 
 @pytest.mark.parametrize("name", ["plain", "buffer"])
 def test_what_f_assigns_elsewhere_changes_only_in_the_forward_pass(name):
-    """In an attribute, in a closure or in a global variable: it may be a feature, or statistics."""
+    """In an attribute, in a closure or in a global variable: a feature or statistics, for example."""
     global count
     module, count, enclosed = Counting(replace(name)), torch.zeros(()), torch.zeros(())
 
@@ -161,7 +161,7 @@ def test_with_an_implicit_gradient_f_may_change_its_input_in_place(written):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_with_an_implicit_gradient_a_compiled_f_may_overwrite_what_it_saved():
-    """As Inductor's functions do, also those that an exact solve compiled, or that its cache on disk has."""
+    """As Inductor's functions do, including those compiled by an exact solve or loaded from its disk cache."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
 
@@ -198,7 +198,7 @@ def test_with_an_implicit_gradient_a_compiled_f_may_overwrite_what_it_saved():
 
 
 def test_with_an_implicit_gradient_f_may_be_a_gradient_itself():
-    """An energy's: every evaluation needs grad mode."""
+    """f is the gradient of an energy, so that every evaluation needs grad mode."""
     linear, seen = nn.Linear(4, 4), set()
 
     def f(z):
@@ -264,7 +264,7 @@ def test_near_1_beta_is_the_same_with_and_without_a_gradient(beta, max_steps):
 
     training = run()
     with torch.no_grad():
-        assert run().beta == pytest.approx(training.beta, rel=2**-24)  # a fraction, or that rounded to float32
+        assert run().beta == pytest.approx(training.beta, rel=2**-24)  # a fraction, or the fraction rounded to float32
     training.z.sum().backward()
 
 
@@ -287,7 +287,7 @@ def test_attributes_of_arguments_are_kept():
 
 
 def test_averaged_models_keep_the_tuned_coefficients():
-    """Averaged by torch, or by hand from a state."""
+    """Averaged by torch, or by hand from a state dict."""
     deq = revdeq.RevDEQ(nn.Linear(4, 4))
     average, by_hand = torch.optim.swa_utils.AveragedModel(deq), copy.deepcopy(deq)
     for pair in ((0.75, 1.25), (0.5, 0.75)):
@@ -302,7 +302,7 @@ def test_averaged_models_keep_the_tuned_coefficients():
 
 @pytest.mark.parametrize("gradient", ["exact", "implicit"])
 def test_parameters_thawed_or_frozen_before_the_backward_pass(gradient):
-    """The gradient is that of the forward pass. torch gives none to a parameter that is frozen when it arrives."""
+    """The gradient is that of the forward pass. torch discards it if the parameter is frozen by then."""
     f, grads = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4)), []
     with torch.no_grad():
         f[0].weight.mul_(0.3)

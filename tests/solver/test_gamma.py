@@ -29,7 +29,7 @@ def problem(dtype):
 @COEFFICIENTS
 @pytest.mark.parametrize("state", ["float64", "exact"])
 def test_the_gradient_is_that_of_the_unrolled_iteration(state, beta, gamma):
-    """By z0, by what f closes over and by its parameters, from y and from z. The exact state resolves 6e-8."""
+    """For z0, captured tensors and parameters, from y and from z. The exact state has a resolution of 6e-8."""
     f, x, z0, parameters = problem(torch.float64)
     step = Coefficients.rounded(beta, gamma) if state == "float64" else Radix.nearest(beta, 24, gamma)
     solution = revdeq.solve(f, z0, beta=beta, gamma=gamma, max_steps=5, state=state, check="raise")
@@ -62,7 +62,7 @@ def test_gradcheck(beta, gamma):
 
 @pytest.mark.parametrize("state", ["float64", "exact"])
 def test_both_passes_compute_the_same(state):
-    """f's inputs and outputs, bit for bit, also in a state of several tensors, where f changes nothing but reads."""
+    """The inputs and outputs of f are equal bit for bit, also with a state of several tensors."""
     torch.manual_seed(0)
     linear = nn.Linear(6, 6)
 

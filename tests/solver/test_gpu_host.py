@@ -1,4 +1,4 @@
-"""What a GPU's host side does to a solve: its threads, streams, events, graphs and generators, on a simulated one."""
+"""Solves with the host side of a GPU: threads, streams, events, graphs and generators, on a simulated device."""
 
 import inspect
 import threading
@@ -24,7 +24,7 @@ STATES = ("float64", "exact")
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """Nothing noted, nothing pending, and the other device is current."""
+    """Reset the counters, with nothing pending and the other device current."""
     monkeypatch.setattr(monitor, "_already_warned", set())
     monkeypatch.setattr(deferred, "_pending", [])
     driver.waits.clear()
@@ -39,7 +39,7 @@ def block(device=DEVICE, d=6):
 
 
 def solve(device, **settings):
-    """Forward and backward: what made the host wait, the steps, and all results on the CPU."""
+    """Run both passes. Returns what the host waited for, the steps, and all results on the CPU."""
     torch.manual_seed(0)
     f, x = nn.Sequential(nn.Linear(61, 61), nn.Tanh()).to(device), torch.randn(70, 61).to(device).requires_grad_()
     z0 = torch.zeros(70, 61, device=device)
@@ -67,7 +67,7 @@ def test_the_whole_gpu_path_gives_the_bits_of_the_cpu_and_waits_once_per_step_wi
 
 
 class Operations(TorchDispatchMode):
-    """Those of torch on the device, by name: each is a kernel at least, unless it only views or makes a tensor."""
+    """The names of torch's operations on the device: each is at least one kernel, except views and allocations."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("state, forward, backward", [("float64", 3, 13), ("exact", 10, 13)])
 def test_a_solve_launches_few_torch_kernels(state, forward, backward):
-    """However many steps it takes: to begin, to end and for the verdict. f has none."""
+    """For any number of steps: at the start, at the end and for the check. f launches none."""
     scale = torch.ones((), device=DEVICE, requires_grad=True)
     z0, gradient = torch.ones(70, device=DEVICE), torch.ones(70, device=DEVICE)
     for steps in (2, 5):
@@ -108,7 +108,7 @@ class Same(torch.autograd.Function):
 
 
 def solve_leaves(device, sizes, **settings):
-    """Of a state of several tensors, of which each looks at the next: all results on the CPU."""
+    """Solve with a state of several tensors, each of which depends on the next. Returns all results on the CPU."""
     torch.manual_seed(0)
     x = [torch.randn(n).to(device).requires_grad_() for n in sizes]
     z0 = {f"leaf {i}": torch.zeros(n, device=device) for i, n in enumerate(sizes)}
@@ -147,7 +147,7 @@ def test_each_tensor_of_a_state_takes_one_launch_per_half_step(state, tol, gamma
 
 
 def test_one_launch_per_half_step_in_an_implicit_backward_pass():
-    """Whose thread does not see the backend that is chosen for this one."""
+    """Its thread does not see the backend that is forced in this one."""
     expected = solve_leaves("cpu", SIZES, gradient="implicit")
     with emulated():
         assert all(map(torch.equal, solve_leaves(DEVICE, SIZES, gradient="implicit"), expected))
@@ -155,7 +155,7 @@ def test_one_launch_per_half_step_in_an_implicit_backward_pass():
 
 
 def test_the_simulation_refuses_a_launch_while_another_device_is_current(monkeypatch):
-    """So that the tests above mean something."""
+    """Otherwise the tests above would prove nothing."""
     monkeypatch.setattr(revdeq.kernels.launch, "_on", lambda device: driver.device(OTHER))
     with emulated(), pytest.raises(RuntimeError, match="a launch on fakegpu:1 with tensors on"):
         solve(DEVICE)
@@ -164,7 +164,7 @@ def test_the_simulation_refuses_a_launch_while_another_device_is_current(monkeyp
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("state", STATES)
 def test_f_may_capture_a_computed_tensor(state, hooked):
-    """The backward pass has another thread, where autograd counts its nodes anew."""
+    """The backward pass runs in another thread, where autograd numbers its nodes from 0."""
     torch.manual_seed(0)
     encoder, f, x = nn.Linear(6, 6, device=DEVICE), block(), torch.randn(3, 6, device=DEVICE)
     threads, fired = set(), []
@@ -189,7 +189,7 @@ def test_f_may_capture_a_computed_tensor(state, hooked):
         assert (gradient - expected).norm() <= (1e-6 if state == "float64" else 1e-5) * expected.norm()
 
 
-# verdicts
+# deferred checks
 
 
 def lose_the_way(check="raise"):
@@ -202,13 +202,13 @@ def harmless():
 
 
 def arrive(device=DEVICE):
-    """What is on its way to the host, without anybody waiting."""
+    """The values that are being copied to the host asynchronously."""
     driver.current_stream(device).run()
 
 
 def test_a_warning_comes_when_the_value_has_arrived_without_waiting():
     lose_the_way()
-    harmless()  # looks, and finds nothing
+    harmless()  # checks, and nothing has arrived
     arrive()
     with pytest.raises(revdeq.ReconstructionError, match='state="exact"'):
         harmless()
@@ -244,14 +244,14 @@ def test_a_value_has_arrived_when_all_of_it_has(arrived):
 
 
 def test_no_event_is_queried_while_another_thread_captures_a_graph():
-    """A question to an event, by whichever thread, would spoil the recording."""
+    """Querying an event, in any thread, would invalidate the capture."""
     lose_the_way()
 
     def settle():
         with driver.other_stream():
             deferred.settle()
 
-    with driver.recording(DEVICE), ThreadPoolExecutor(1) as other:  # raises if it was spoiled
+    with driver.recording(DEVICE), ThreadPoolExecutor(1) as other:  # raises if the capture was invalidated
         other.submit(settle).result()
         arrive()
         with pytest.raises(revdeq.ReconstructionError):
@@ -267,7 +267,7 @@ def test_no_event_is_queried_while_another_thread_captures_a_graph():
     ],
 )
 def test_the_gpu_only_tests_pass_on_the_simulated_gpu(monkeypatch, name):
-    """Nobody sees it here if these tests are stale: they are skipped where there is no GPU."""
+    """They are skipped without a GPU, so nobody would notice here if they no longer worked."""
     monkeypatch.setattr(test_gpu_only, "DEVICE", DEVICE)
     test = getattr(test_gpu_only, f"test_{name}")
     test(**({"monkeypatch": monkeypatch} if "monkeypatch" in inspect.signature(test).parameters else {}))
@@ -275,7 +275,7 @@ def test_the_gpu_only_tests_pass_on_the_simulated_gpu(monkeypatch, name):
 
 @pytest.mark.parametrize("value", [500.0, 100.0])
 def test_with_a_tolerance_the_solve_itself_reports_an_overflow(value):
-    """z0 or f: every step is waited for anyway, and no more than once."""
+    """Of z0 or f: every step synchronizes anyway, and not more than once."""
     z0 = torch.full((3,), value, device=DEVICE)
     what = "z0 is too large for the exact state" if value > 128 else "overflow in step 2: f reached 150"
 
@@ -295,7 +295,7 @@ def test_graph_capture_queries_and_reports_nothing(current):
     lose_the_way()
     pending = list(deferred._pending)
     x = torch.ones(5, 6, device=DEVICE)
-    with driver.recording(DEVICE), driver.device(current):  # raises if it was spoiled
+    with driver.recording(DEVICE), driver.device(current):  # raises if the capture was invalidated
         f = block()
         revdeq.solve(f, x, beta=0.9, max_steps=20, state="float64", check="raise").z.sum().backward()
         revdeq.solve(f, x, state="exact").z.sum().backward()
@@ -355,7 +355,7 @@ def test_dropout_on_another_device_than_z0s_is_one_mask(monkeypatch, home, draws
 
 @pytest.mark.parametrize("gradient", ["exact", "implicit"])
 def test_cudnn_benchmark_is_off_in_evaluations(monkeypatch, gradient):
-    """Each thread would choose by itself. In the products it may."""
+    """Each thread would choose its own algorithm. In vector-Jacobian products it may."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     w, seen = torch.full((6,), 0.5, device=DEVICE, requires_grad=True), {"f": [], "products": []}
 
@@ -380,7 +380,7 @@ def test_cudnn_benchmark_is_off_in_evaluations(monkeypatch, gradient):
 
 
 def test_f_may_be_the_first_to_use_a_gpu(monkeypatch):
-    """Of whose generator nothing is known before."""
+    """The state of its generator is not known before."""
 
     def f(z):
         monkeypatch.setattr(_device, "GPUS", (*_device.GPUS, DEVICE.type))
@@ -390,7 +390,7 @@ def test_f_may_be_the_first_to_use_a_gpu(monkeypatch):
 
 
 def test_a_solve_inside_f_may_draw_in_the_backward_thread():
-    """The gradient of an inner solve is taken inside f, by the device's thread, while this one is in an evaluation."""
+    """f takes the gradient of an inner solve, in the device's thread, while this thread is in an evaluation."""
     w, done = torch.full((5,), 0.3, device=DEVICE, requires_grad=True), []
 
     def f(z):
@@ -421,7 +421,7 @@ def test_memory_is_measured_by_the_devices_allocator():
 
 @pytest.mark.parametrize("state", STATES)
 def test_parts_of_f_on_the_cpu(state):
-    """Their nodes have a queue of their own in the backward pass, and may come late."""
+    """Their nodes have a separate queue in the backward pass, and may run late."""
     torch.manual_seed(0)
     table, part, index, whole = nn.Embedding(5, 6), nn.Linear(6, 6), torch.tensor([0, 3, 1]), nn.Linear(6, 6).to(DEVICE)
 

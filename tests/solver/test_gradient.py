@@ -16,7 +16,7 @@ def relative_errors(gradients, expected):
 
 
 def gradients(solver, f, x, **settings):
-    """Of a random linear function of the solution, by x and f's parameters."""
+    """The gradient of a random linear function of the solution, for x and f's parameters."""
     weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(7), device="cpu").to(x)
     z = solver(f, torch.zeros_like(x), x, **settings)
     z = getattr(z, "z", z)
@@ -31,8 +31,8 @@ def paper_blocks():
 
 @pytest.mark.parametrize("name", ["conv", "transformer"])
 def test_gradient_equals_stored_graph_in_the_settings_of_the_paper(name):
-    """beta = .8, N = 4, from zero. Plain reversal is 28 % off for the conv block; what remains is the rounding of
-    float32: 2^-24 in each of the 16 products that a gradient sums up."""
+    """beta = .8, N = 4, from zero. Plain reversal is 28 % off for the conv block. Only float32 rounding is
+    left here: 2^-24 in each of the 16 products that a gradient adds up."""
     f, x = {name: (f, x.requires_grad_()) for name, f, x in paper_blocks()}[name]
     z, ours = gradients(revdeq.solve, f, x, beta=0.8, max_steps=4)
     expected_z, expected = gradients(stored_graph, f, x, beta=0.8, max_steps=4)
@@ -60,7 +60,7 @@ def test_both_passes_give_f_the_same_inputs_bit_for_bit(name):
     inputs.clear()
     solution.z.sum().backward()
     assert len(forward) == len(inputs) == 16
-    # The last evaluation of a step is the first to be undone.
+    # The last evaluation of a step is the first to be repeated.
     for evaluation, (before, again) in enumerate(zip(reversed(forward), inputs, strict=True)):
         assert torch.equal(before, again), f"evaluation {16 - evaluation}"
 
@@ -98,7 +98,7 @@ def test_gradients_reach_z0_args_and_parameters():
 
 
 def test_gradients_reach_captured_tensors():
-    """An encoded input, itself the result of an encoder; another module's weight; a weight-normed layer."""
+    """The output of an encoder, another module's weight, and a weight-normed layer."""
     torch.manual_seed(0)
     encoder, normed = nn.Linear(5, 5), nn.utils.parametrizations.weight_norm(nn.Linear(5, 5))
     image, scale = torch.randn(4, 5), torch.tensor(0.5, requires_grad=True)
@@ -151,7 +151,7 @@ def test_gradients_of_a_loss_on_y_and_z():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_low_precision_are_added_up_as_in_a_stored_graph(dtype):
-    """By torch, in the dtype of the parameter: weights in float32, under autocast, have sums in float32."""
+    """torch adds them up in the dtype of the parameter: float32 weights under autocast have float32 sums."""
     torch.manual_seed(0)
     f, x = Tanh(6, dtype), torch.randn(3, 6, dtype=dtype)
     z, (_, *ours) = gradients(revdeq.solve, f, x.requires_grad_(), max_steps=20)
@@ -196,7 +196,7 @@ def test_a_second_derivative_is_refused_with_a_remedy():
 
 
 def test_checkpointing_agrees_with_the_stored_graph():
-    """The baselines that the benchmarks compare with are themselves right."""
+    """Checks the baselines that the benchmarks compare with."""
     torch.manual_seed(0)
     f, x = Tanh(5, torch.float32), torch.randn(4, 5, requires_grad=True)
     _, ours = gradients(checkpointed, f, x, beta=0.8, max_steps=4)

@@ -1,4 +1,4 @@
-"""The graph is autograd's own, without its tensors: what comes of that, against a stored graph."""
+"""The solve is part of autograd's graph, without saved tensors: consequences, compared with a stored graph."""
 
 import functools
 import subprocess
@@ -53,7 +53,7 @@ def compared(case):
 
 
 class KeepsOnCtx(torch.autograd.Function):
-    """Keeps its tensors where no hook sees them."""
+    """Stores its tensors where saved-tensor hooks do not see them."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -164,7 +164,7 @@ def test_lists_and_objects_that_f_changes(solve):
 
 @pytest.mark.parametrize("name", SOLVERS)
 def test_energies_and_forces_by_torch_func(name):
-    """There torch refuses to leave out anything: the graph is stored, and right."""
+    """There torch does not allow saved-tensor hooks: the graph is stored, and the gradient is right."""
     net, x, grads = nn.Linear(D, 1), torch.randn(3, D), []
 
     def f(z):
@@ -229,7 +229,7 @@ def test_a_first_backward_pass_does_not_import_the_compiler():
 
 @pytest.mark.parametrize("state", ["float64", "exact"])
 def test_memory_of_solves_inside_f_does_not_grow(state):
-    """What an inner solve keeps is left out like any tensor."""
+    """The tensors of an inner solve are left out of the graph like all others."""
     torch.manual_seed(0)
     inner, outer, x = nn.Linear(64, 64), nn.Linear(64, 64), torch.randn(64, 64)
 

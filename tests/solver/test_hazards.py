@@ -1,5 +1,5 @@
-"""What training code does to a function that is evaluated again in a backward pass. Each hazard is a function of the
-solver; its gradients are those of the stored graph, or it is refused with an error that names the cause."""
+"""What training code can do to a function that the backward pass evaluates again. Each hazard is a function of the
+solver; its gradients are those of the stored graph, or an error names the cause."""
 
 import contextlib
 import copy
@@ -433,7 +433,7 @@ def a_traced_gradient(solve):
 
 @right
 def a_layer_that_autocast_spares(solve):
-    """Its derivative is not rounded to bfloat16 either."""
+    """Its derivative is not rounded to bfloat16, either."""
     f, x = network(), point()
 
     def spared(z, x):
@@ -687,10 +687,10 @@ def test_captured_tensors_are_freed_immediately(state, backward):
 
 
 def test_nothing_is_left_to_the_garbage_collector():
-    """A tape in a cycle would hold the tensors of an evaluation."""
+    """A reference cycle through a tape would keep the tensors of an evaluation alive."""
     f, x = network(), point().detach()
     several = [{}, {"state": "exact"}, {"keep": 3}, {"tol": 1e-3}, {"backward_steps": 2}]
-    with without_collector():  # which takes a second in a large process: once for all
+    with without_collector():  # collecting takes a second in a large process, so it is done once
         before = alive()
         for options, how in itertools.product(several, ["backward", "grad", "none"]):
             z = revdeq.solve(lambda z: f(z) + x, torch.zeros(3, D), **options).z

@@ -1,4 +1,4 @@
-"""What tools and threads around a solve do to it: each is right, or refused with a reason."""
+"""Solves inside other tools and threads: each gives the right result, or an error with a reason."""
 
 import functools
 import threading
@@ -27,7 +27,7 @@ def agree(ours, expected, tolerance=2e-6):
 
 
 def in_another_thread(run):
-    """As a GPU's backward pass runs: its result, or its error."""
+    """Run it in another thread, like a GPU's backward pass. Returns its result or raises its error."""
     result = []
 
     def work():
@@ -52,7 +52,7 @@ def in_another_thread(run):
 @pytest.mark.parametrize("nodes", [0, 1000])
 @pytest.mark.parametrize("where", ["backward", "forward", "both"])
 def test_a_captured_result_and_another_thread(state, nodes, where):
-    """Autograd numbers its nodes in each thread for itself; `nodes` are made by the other thread before."""
+    """Autograd numbers its nodes separately in each thread. The other thread creates `nodes` nodes before."""
     encoder, linear, x = nn.Linear(6, 6), nn.Linear(6, 6), torch.randn(3, 6)
     calls = []
     parameters = [*encoder.parameters(), *linear.parameters()]
@@ -231,7 +231,7 @@ def wrappings(block):
     }
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo inspects it
 @pytest.mark.parametrize("wrapping", list(wrappings(None)))
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", ["batch norm", "spectral norm"])
@@ -262,7 +262,7 @@ def test_a_stateful_layer_that_f_does_not_call_is_allowed():
     Model()(torch.randn(4, 6)).sum().backward()
 
 
-# leaves made inside f
+# leaf tensors created inside f
 
 
 @STATES
@@ -414,7 +414,7 @@ def test_f_that_changes_an_argument_in_place_is_refused():
 
     with pytest.raises(RuntimeError, match=r"f modifies args\[0\]\['counts'\] in place"):
         revdeq.solve(f, torch.zeros(3), table)
-    with torch.no_grad():  # no backward pass follows: it may be a cache
+    with torch.no_grad():  # without a backward pass, it may be a cache
         revdeq.solve(f, torch.zeros(3), table)
 
 
@@ -437,7 +437,7 @@ def test_an_f_with_the_wrong_signature():
 @STATES
 @pytest.mark.parametrize("sparse", [False, True])
 def test_sparse_gradients(state, sparse):
-    """By the state, and by a weight: an embedding of either."""
+    """Of the state and of a weight, by an embedding."""
     weight, index = torch.rand(5, 4, requires_grad=True), torch.tensor([3, 1, 1, 0, 2])
 
     def f(z, sparse=sparse):
@@ -524,7 +524,7 @@ class DropsOut(Block):
 @pytest.mark.parametrize("how", ["module", "function"])
 @pytest.mark.parametrize("tracer", list(TRACERS))
 def test_dropout_cannot_be_traced(tracer, how):
-    """It would be another one in every evaluation. TorchDynamo, which traces strictly, sees modules only."""
+    """Every evaluation would have another mask. TorchDynamo, which traces strictly, sees only modules."""
     model = Model(max_steps=2).requires_grad_(False)
     model.deq.f = DropsOut(how)
     if tracer != "strict export" or how == "module":

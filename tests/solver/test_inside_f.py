@@ -1,4 +1,4 @@
-"""What real training code puts inside f. Every gradient is compared with that of the unrolled iteration."""
+"""What real training code has inside f. Every gradient is compared with that of the unrolled iteration."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ from revdeq.models import ConvBlock
 
 
 def compare(f, z0, *args, inputs=(), tolerance=1e-6, **settings):
-    """Solution and gradients against the stored graph; the gradients."""
+    """Compare solution and gradients with the stored graph. Returns the gradients."""
     parameters = list(f.parameters()) if isinstance(f, nn.Module) else []
     inputs = [*inputs, *(p for p in parameters if p.requires_grad)]
     expected_z = stored_graph(f, z0, *args, **settings)
@@ -91,7 +91,7 @@ def _into_a_view(z, new):
 @pytest.mark.parametrize("written", [_by_index, _into_a_view])
 def test_f_may_write_its_result_in_place(written):
     layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
-    shift = x + 1  # a result that f closes over
+    shift = x + 1  # a computed tensor that f captures
 
     def f(z):
         return written(z, torch.tanh(layer(z) + shift))
@@ -629,7 +629,7 @@ def test_f_that_returns_a_stored_input():
 
 # 6. compilation and synchronisation
 
-compiled = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+compiled = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo inspects it
 
 
 @compiled
@@ -711,7 +711,7 @@ def test_with_fullgraph_the_error_says_to_compile_f():
 
 
 class NoWaiting(torch.utils._python_dispatch.TorchDispatchMode):
-    """Fails on what would wait for the device, or could not be captured into a graph."""
+    """Raises for operations that would synchronize, or that cannot be captured in a graph."""
 
     WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique")
 
@@ -910,8 +910,8 @@ def test_an_interruption_of_exit_leaves_no_hooks(monkeypatch, when):
 
 @pytest.mark.parametrize("evaluation", [1, 2, 5, 9, 12])
 def test_an_interruption_leaves_everything_as_it_was(evaluation):
-    """Ctrl-C in the first evaluation, later, and in the backward pass (8 evaluations each). The generator is where one
-    whole evaluation leaves it."""
+    """Ctrl-C in the first evaluation, later, and in the backward pass (8 evaluations each). The generator is in the
+    state after one whole evaluation."""
     block, x, calls = MLP(), torch.randn(3, 6, requires_grad=True), 0
 
     def interrupted(z, x):

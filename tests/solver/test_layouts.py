@@ -1,4 +1,4 @@
-"""The state takes the layout of what f returns, and what f returns is not copied."""
+"""The state takes the memory layout of f's output, so that the output is not copied."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def device(request):
 
 @pytest.fixture
 def copies(monkeypatch):
-    """The names of the operations that had to copy what f, or its product, had returned."""
+    """The names of the operations that had to copy the output of f or of its vector-Jacobian product."""
     seen, in_order = [], half_step.HalfStep.in_order
 
     def counted(self, x):
@@ -39,8 +39,8 @@ def copies(monkeypatch):
 
 
 def conv(device, memory_format=CHANNELS_LAST, channels=4):
-    """An f that returns one layout, whatever it is given, and computes something else where it is given another: a
-    convolution may too, if only in the last bits."""
+    """An f that always returns one layout, and computes something else if its input has another one: so may a
+    convolution, at least in the last bits."""
     torch.manual_seed(0)
     layer = nn.Conv2d(channels, channels, 3, padding=1).to(device)
 
@@ -87,7 +87,7 @@ def test_a_channels_last_f_with_a_contiguous_z0_copies_only_in_its_first_call(de
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("gamma", [1.0, 0.7])
 def test_the_backward_pass_uses_the_layouts_of_the_forward_pass(device, state, gamma):
-    """Other bits of f in any evaluation would show as an error of the reconstruction."""
+    """If f returned other bits in any evaluation, the reconstruction would be wrong."""
     f, parameters = conv(device)
     x = torch.randn(2, 4, 5, 3).to(device).requires_grad_()
     settings = {"state": state, "gamma": gamma}

@@ -1,4 +1,4 @@
-"""Plain looping: z <- f(z), as nearly as it can be undone."""
+"""revdeq.loop: z <- f(z), as close as an invertible iteration can be."""
 
 import copy
 
@@ -10,7 +10,7 @@ import revdeq
 
 
 class Block(nn.Module):
-    """Its Jacobian is `factor` times a rotation, but for what tanh takes away."""
+    """Its Jacobian is `factor` times a rotation, times the derivative of tanh."""
 
     def __init__(self, factor, width=8):
         super().__init__()
@@ -32,8 +32,8 @@ def gradient(loss, f):
 
 @pytest.mark.parametrize("factor", [0.5, 1.0])
 def test_revdeq_loop_is_close_to_plain_looping(factor):
-    """In a pass, 1/64 of the state two passes before takes the place of f. Errors of a pass do not grow in those to
-    come, and so 16 passes leave at most 16/64 of the size of a state, if all of them point the same way."""
+    """In each pass, 1/64 of the state two passes before replaces f. The error of a pass does not grow in later ones, so
+    16 passes leave at most 16/64 of the size of a state, if all errors have the same direction."""
     torch.manual_seed(0)
     f, x, z0 = Block(factor), torch.randn(4, 8), torch.randn(4, 8)
     solution, expected = revdeq.loop(f, z0, x, times=16), plainly(f, z0, x, 16)
@@ -52,7 +52,7 @@ def test_revdeq_loop_is_a_solve_with_beta_near_1():
 
 
 def test_the_gradient_of_a_loop_is_exact_at_any_depth():
-    """Against a stored graph of the same iteration, in float64; the integers resolve 6e-8, and so does float32."""
+    """Compared with a stored graph of the same iteration in float64. The resolution of integers and float32 is 6e-8."""
     torch.manual_seed(0)
     f, x, z0 = Block(0.9), torch.randn(4, 8), torch.randn(4, 8)
     ours = gradient(revdeq.loop(f, z0, x, times=200, check="raise").z.sum(), f)
@@ -88,7 +88,7 @@ def test_loop_takes_times_and_not_max_steps():
 
 
 def test_steps_in_inference_mode():
-    """Where torch counts no versions of tensors."""
+    """There, tensors have no version counters."""
     f, x, z0 = Block(0.5), torch.randn(4, 8), torch.randn(4, 8)
     with torch.inference_mode():
         *_, last = revdeq.steps(f, z0, x, max_steps=5)

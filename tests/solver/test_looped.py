@@ -1,5 +1,5 @@
-"""What programs of looped models need: the index of an evaluation, losses on the way, values beside the state, going on
-where a solve ended, and a word where gradients explode. Gradients are those of the stored graph of the iteration."""
+"""What looped models need: the index of an evaluation, losses on intermediate steps, auxiliary outputs, continuing a
+solution, and a warning if gradients explode. Gradients are those of the stored graph of the iteration."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ TOLERANCE = 3e-6
 
 
 class Block(nn.Module):
-    """Another bias in every evaluation, and the mean square of what it returns."""
+    """Has a different bias in every evaluation, and returns the mean square of its output as aux."""
 
     def __init__(self, evaluations=2 * N, indexed=True, aux=True):
         super().__init__()
@@ -388,7 +388,7 @@ def test_verify_with_indexed_and_aux():
 
 
 def test_without_a_gradient_f_may_fill_caches():
-    """Keys and values of every evaluation, say: no backward pass will repeat them."""
+    """Such as keys and values of every evaluation, because no backward pass repeats them."""
     z0, x = inputs()
     f = Block(indexed=False, aux=False)
     f.register_buffer("cache", torch.zeros(2 * N, 3, D))

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def solve(*args, **settings):
-    """64 steps are beyond float64's range, and the backward pass would say so."""
+    """64 steps are beyond float64's range, and the backward pass would warn."""
     return revdeq.solve(*args, **settings, state="float64", check=None).z
 
 
@@ -29,13 +29,13 @@ def peak(solver, max_steps, grad=True):
             if grad:
                 torch.autograd.grad(z, [x, *f.parameters()], torch.ones_like(x))
 
-    step()  # what is allocated once only
+    step()  # one-time allocations
     return peak_memory(step, x.device)
 
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_peak_memory_is_the_same_at_every_depth(grad):
-    """At least two steps: the first has nothing before it, and the last finds its adjoints in place."""
+    """With at least two steps, because the first and the last one allocate less."""
     assert peak(solve, 64, grad) <= 1.001 * peak(solve, 2, grad)
 
 
@@ -49,7 +49,7 @@ def test_without_grad_no_graph_of_f_is_built():
 
 
 def test_a_large_max_steps_costs_no_memory_with_a_tolerance():
-    """The exact state notes for each step whether it fitted, in 1 KiB for y and for z."""
+    """The exact state records overflows of each step, in 1 KiB for y and for z."""
 
     def run():
         revdeq.solve(lambda z: 0.5 * z + 1, torch.zeros(4), state="exact", tol=1e-3, max_steps=10**6)
@@ -59,7 +59,7 @@ def test_a_large_max_steps_costs_no_memory_with_a_tolerance():
 
 
 def test_nothing_outlives_the_solution():
-    """No reference cycle keeps the states alive until the garbage collector comes by."""
+    """No reference cycle keeps the states alive until the garbage collector runs."""
     gc.disable()
     try:
         x = torch.randn(3, requires_grad=True)

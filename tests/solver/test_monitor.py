@@ -1,4 +1,4 @@
-"""A backward pass that lost its way says so."""
+"""The backward pass reports a wrong reconstruction."""
 
 import warnings
 
@@ -81,7 +81,7 @@ def drifting_beside(large):
 
 @pytest.mark.cpu
 def test_one_large_feature_does_not_hide_an_error_elsewhere():
-    """Nor is its own rounding, relative to the others, an error."""
+    """And its own rounding, relative to the others, is no error."""
     f, z0 = drifting_beside(lambda z: 0 * z + 1e3), torch.randn(5, 9)
     z = revdeq.solve(f, z0, max_steps=2, state="float64", check="raise").z
     with pytest.raises(revdeq.ReconstructionError):
@@ -117,7 +117,7 @@ def test_the_typical_magnitude_is_the_median_of_what_is_not_zero(values, typical
 
 
 def test_the_typical_magnitude_meets_every_feature():
-    """In a sample of 1,024 of many: half of 64 features are large, wherever they stand."""
+    """A sample of 1,024 elements: half of 64 features are large, at any position."""
     for shape in ((64, 3, 1000), (3000, 64), (64, 64, 64)):
         axis = shape.index(64)
         x = torch.ones(shape) * torch.tensor([1.0, 100.0] * 32).view(
@@ -130,7 +130,7 @@ def test_the_typical_magnitude_meets_every_feature():
 
 @pytest.mark.parametrize("beta", [0.5, 0.75, 0.8, 0.9])
 def test_a_silent_gradient_is_a_right_one(beta):
-    """What passes the check is within 3e-5 of the stored graph, over all depths."""
+    """A gradient that passes the check is within 3e-5 of the stored graph's, at every depth."""
     torch.manual_seed(0)
     f, x = ConvBlock(16), torch.randn(2, 16, 8, 8)
     weight, silent = torch.randn_like(x), []
@@ -175,7 +175,7 @@ def test_an_iteration_that_diverges_is_named_as_the_cause():
 @pytest.mark.cpu
 @pytest.mark.parametrize("parts", [lambda z: z, lambda z: (z, 1e6 * z)])
 def test_states_too_small_for_the_exact_state_are_noticed(parts):
-    """One tensor of the state is enough. An exact zero is no such number."""
+    """One tensor of the state is enough. An exact zero is not too small."""
     weight = torch.full((3,), 1e-6, requires_grad=True)
 
     def f(z):

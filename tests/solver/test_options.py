@@ -1,4 +1,4 @@
-"""The options of a solve: two coefficients, the states, graphs that are kept, other gradients."""
+"""The options of a solve: coefficients, states, kept graphs and other gradients."""
 
 import copy
 import inspect
@@ -356,7 +356,7 @@ class InPlace(nn.Module):
 
 
 class Energy(nn.Module):
-    """Makes a leaf of its own."""
+    """Creates a leaf tensor."""
 
     def __init__(self):
         super().__init__()
@@ -379,7 +379,7 @@ def test_kept_graphs_with_typical_functions(state, kind, gamma):
 
 @STATES
 def test_kept_graphs_and_a_parameter_that_is_first_used_on_the_way(state):
-    """Evaluations before it cannot be kept, or the row would be broken."""
+    """Evaluations before it cannot be kept, because only the last ones in a row can."""
     a, b, x = nn.Linear(6, 6), nn.Linear(6, 6), torch.ones(3, 6)
     parameters = [*a.parameters(), *b.parameters()]
     uses_b = []
@@ -431,7 +431,7 @@ def test_memory_grows_with_what_is_kept():
 
 
 def fixed_point_gradient(f, x, parameters, weight):
-    """Of a fixed point that was iterated to convergence, by solving with the whole Jacobian."""
+    """The gradient at a converged fixed point, by solving with the whole Jacobian."""
     z = x.detach().clone()
     for _ in range(400):
         z = (0.5 * z + 0.5 * f(z, x)).detach()
@@ -488,7 +488,7 @@ def test_the_implicit_gradient_with_a_tolerance_hooks_and_several_tensors():
 
 
 def test_an_adjoint_equation_that_does_not_converge_warns():
-    """f contracts at the fixed point by .99 only."""
+    """f contracts only by .99 at the fixed point."""
     x = torch.randn(8, requires_grad=True)
     settings = {"max_steps": 4, "gradient": "implicit", "beta": 0.5}
     z = revdeq.solve(lambda z: 0.99 * z + x, torch.zeros(8), check="raise", **settings).z

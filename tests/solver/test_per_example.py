@@ -1,4 +1,4 @@
-"""Each example takes as many steps as it needs: what comes out for it, and its gradient."""
+"""Each example takes as many steps as it needs: its solution and its gradient."""
 
 import copy
 
@@ -24,7 +24,7 @@ def seed():
 
 
 class Block(nn.Module):
-    """Examples need different numbers of steps, because `speed`, which is part of x, says how much f contracts."""
+    """Examples need different numbers of steps, because `speed` determines how much f contracts."""
 
     def __init__(self, width=6, dtype=torch.float64, couples=False):
         super().__init__()
@@ -48,7 +48,7 @@ def inputs(dtype=torch.float64):
 
 
 def start(x):
-    """Some examples begin near their end, and the first one there."""
+    """Some examples start near their fixed point, and the first one at it."""
     return (x + torch.tensor(DISTANCES, dtype=x.dtype)[:, None] * torch.randn_like(x)).detach()
 
 
@@ -152,7 +152,7 @@ def test_an_example_stops_after_its_own_first_step_with_a_small_change():
 @pytest.mark.parametrize("state", ["float64", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_an_example_does_not_depend_on_its_batch(state, dtype):
-    """To the last bit, wherever an example stands and in whatever batch: f is repeatable by row."""
+    """To the last bit, in any batch and at any position: f computes each row the same way."""
 
     def f(z, x, speed):
         return speed[:, None] * torch.tanh(z + z.roll(1, 1)) + x
@@ -241,7 +241,7 @@ def test_the_gradient_of_a_schedule():
 
 
 def test_a_half_precision_f():
-    """Seeds are in f's dtype, and 0 where an example rests; only rounding is left, 2^-8 of each product."""
+    """Seeds have f's dtype, and are 0 for frozen examples; only rounding is left, 2^-8 of each product."""
     f, (x, speed) = Block(dtype=torch.bfloat16, couples=True), inputs(torch.bfloat16)
     given = {**GIVEN, "tol": 1e-2, "max_steps": 6, "beta": 0.75}
     solution = revdeq.solve(f, torch.zeros(5, 6, dtype=torch.bfloat16), x, speed, **given)
@@ -268,7 +268,7 @@ def test_a_state_whose_batch_is_not_outermost_in_memory():
 
 
 def test_a_gradient_that_f_changes_in_place():
-    """A seed is memory of its own."""
+    """A seed has its own memory."""
     f, (x, speed) = Block(), inputs()
 
     def clamped(z):
@@ -342,7 +342,7 @@ def test_per_example_refuses_bad_input():
 
 
 def counted(f):
-    """f, and the sizes of the batches that it is given."""
+    """f, and the sizes of its batches."""
     sizes = []
 
     def counting(z, *args, **kwargs):
@@ -353,7 +353,7 @@ def counted(f):
 
 
 def by_row(z, x, speed):
-    """It computes the same of a row in whatever batch."""
+    """It computes a row in the same way in every batch."""
     return speed[:, None] * torch.tanh(z + z.roll(1, 1)) + x
 
 
@@ -372,7 +372,7 @@ def test_compact_leaves_examples_out_and_computes_the_same(state, mode):
     assert some.nfe == whole.nfe == len(sizes)
     assert sizes == sorted(sizes, reverse=True)
     assert set(sizes) <= {37, 32, 16, 8, 4, 2, 1} and len(set(sizes)) > 3
-    for k, size in enumerate(sizes):  # never more than twice those that move
+    for k, size in enumerate(sizes):  # at most twice the number of examples that have not stopped
         assert size < 2 * max(1, int((2 * whole.steps > k).sum())) or size == 37
 
 

@@ -1,4 +1,4 @@
-"""Shapes, layouts, dtypes, structures, beta and N drawn together, against the unrolled iteration."""
+"""Random combinations of shapes, layouts, dtypes, structures, beta and N, compared with the unrolled iteration."""
 
 import ctypes
 
@@ -40,7 +40,7 @@ def states(leaf):
 
 
 def function(weight, f_dtype, f_transposes):
-    """Mixes all tensors of the state a little, and may answer in another dtype and layout."""
+    """Mixes all tensors of the state a little, and may return another dtype and layout."""
 
     def f(z, x):
         leaves, spec = tree_flatten(z)

@@ -1,4 +1,4 @@
-"""A training step that is recorded as a graph and replayed: on a simulated device, the bits of the step that ran."""
+"""Captured training steps and solves, on a simulated device: a replay has the bits of the eager step."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Training:
-    """Steps of one model on a device, from the same beginning."""
+    """Training steps of one model on a device, from the same initial weights."""
 
     def __init__(self, dropout, **settings):
         torch.manual_seed(0)
@@ -63,7 +63,7 @@ class Training:
 def test_replays_of_a_training_step_have_the_bits_of_eager_steps(state, dropout):
     with emulated():
         training = Training(dropout, state=state, beta=0.8, check="raise")
-        training.step()  # compiles kernels, and makes what the optimizer keeps
+        training.step()  # compiles kernels, and creates the optimizer's state
         graph = Graph()
         with driver.device(DEVICE), driver.graph(graph):
             training.step()
@@ -86,7 +86,7 @@ def test_a_first_launch_during_capture_names_the_remedy():
 
 
 def solved(f, x, capture, **settings):
-    """A solve and its backward pass: what it gives, on the CPU."""
+    """The results of a solve and its backward pass, on the CPU."""
     f.zero_grad()
     x = x.detach().to(DEVICE).requires_grad_()
     z0 = (0.1 * x).detach().requires_grad_()
@@ -139,8 +139,8 @@ class TestRecordedSteps:
         assert all(map(torch.equal, ours[1], solved(f, x, False, **settings)[1]))
 
     def test_solves_may_follow_each_other_in_any_order(self):
-        """Two forward passes and then two backward passes, of which one is taken twice. Autograd adds up the gradients
-        of all evaluations of both solves one by one, and those of recorded solves once for each: roundings differ."""
+        """Two forward passes and then two backward passes, one of them twice. Autograd adds up the gradients of eager
+        solves per evaluation, and those of captured solves once per solve: roundings differ."""
         torch.manual_seed(0)
         f, x = Block().to(DEVICE), [torch.randn(2, 8).to(DEVICE).requires_grad_() for _ in range(2)]
 
@@ -168,7 +168,7 @@ class TestRecordedSteps:
         assert torch.equal(results[-1].z.cpu(), expected.z.cpu()) and not results[-1].z.requires_grad
 
     def test_captured_steps_report_a_wrong_reconstruction(self):
-        """The float64 state cannot undo these steps."""
+        """The float64 state cannot invert these steps."""
         f, x = Block().to(DEVICE), torch.randn(2, 8)
         with pytest.warns(revdeq.ReconstructionWarning, match="failed to reconstruct z0"):
             for _ in range(3):

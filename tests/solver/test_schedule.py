@@ -1,4 +1,4 @@
-"""A pair of coefficients for every half-step: what it computes, its gradients, how it is found and where it is kept."""
+"""A pair of coefficients for every half-step: results, gradients, the search, and saving it."""
 
 import io
 import math
@@ -20,13 +20,13 @@ def seed():
 
 @pytest.fixture
 def short(monkeypatch):
-    """A descent that is long enough to be better than a pair."""
+    """A search that is long enough to be better than a pair."""
     monkeypatch.setattr("revdeq._solver.schedule.UPDATES", 40)
 
 
 def random_schedule(count, closest=1 / 4):
-    """Of 32nds: their products are exact in float32, and 1 - beta is a fraction that integers take as it is, so that
-    whoever computes, computes with the same."""
+    """Multiples of 1/32: their products are exact in float32, and 1 - beta is a fraction that the integer state uses
+    unchanged, so that all states and baselines have the same coefficients."""
     below = torch.randint(0, 2, (count,)).bool()
     distance = closest + (0.9 - closest) * torch.rand(count)
     beta = torch.where(below, 1 - distance, 1 + distance)
@@ -54,7 +54,7 @@ def unrolled(f, z0, schedule, first=0):
     return y, z
 
 
-# The way back
+# The backward pass
 
 
 @pytest.mark.parametrize("state", ["auto", "exact"])
@@ -148,7 +148,7 @@ def test_coefficients_have_no_gradient_by_default():
 
 
 def test_learnt_coefficients_can_cross_the_gap_around_1():
-    """It is used at a distance of 1/16 from 1, on the side where it is, and what moves it does not see that."""
+    """It is used at a distance of 1/16 from 1, on its own side, and its gradient ignores that."""
     learnt = nn.Parameter(torch.tensor([[0.97, 1.0]]))
     optimizer, sides = torch.optim.SGD([learnt], lr=0.01), []
     for _ in range(8):
@@ -224,7 +224,7 @@ def test_a_schedule_beats_the_best_pair_on_a_held_out_batch(name):
 
 
 def test_a_schedule_is_never_worse_than_the_pair_on_its_own_batch(short, monkeypatch):
-    """Also where the descent goes astray."""
+    """Even if the descent diverges."""
     monkeypatch.setattr("revdeq._solver.schedule.RATE", 30.0)
     f, x = Block(), torch.randn(8, 6)
     found = revdeq.tune(f, torch.zeros_like(x), x, max_steps=2, schedule=True)
@@ -311,7 +311,7 @@ def test_a_table_and_a_plot(short, tmp_path):
     assert (tmp_path / "schedule.png").stat().st_size > 5000
 
 
-# Where it is kept
+# Where it is stored
 
 
 def test_a_layer_saves_and_loads_it(short):
@@ -333,7 +333,7 @@ def test_a_layer_saves_and_loads_it(short):
 
 
 def test_checkpoints_that_write_into_a_layers_tensors_restore_the_schedule():
-    """As torch.distributed.checkpoint does it, which asks for tensors of the same shapes."""
+    """Like torch.distributed.checkpoint, which needs tensors of the same shapes."""
     x = torch.randn(8, 6)
     deq, other = (revdeq.RevDEQ(Block(), max_steps=2) for _ in range(2))
     deq.use(0.8, 1.1, [(0.7, 1.2), (1.2, 0.9), (0.6, 1.4), (0.8, 1.0)])
@@ -341,7 +341,7 @@ def test_checkpoints_that_write_into_a_layers_tensors_restore_the_schedule():
     with torch.no_grad():
         for name, tensor in other.state_dict().items():
             tensor.copy_(deq.state_dict()[name])
-    other.double().float()  # before anybody asks
+    other.double().float()  # before it is used
     assert torch.equal(other(x), deq(x)) and (other.beta, other.gamma, other.schedule) == (0.8, 1.1, deq.schedule)
 
 

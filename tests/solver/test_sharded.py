@@ -1,4 +1,4 @@
-"""fully_shard inside of f: FSDP2 gathers the parameters for each evaluation and gets their whole gradient."""
+"""fully_shard inside f: FSDP2 gathers the parameters for each evaluation and gets their whole gradient."""
 
 import importlib
 import itertools
@@ -78,7 +78,7 @@ def check(rank, size):
             fully_shard(model.deq.f, **options)
             if root:
                 fully_shard(model)
-            else:  # what is not sharded is averaged as DDP would
+            else:  # parameters that are not sharded are averaged as by DDP
                 for module in (model.encoder, model.head):
                     for p in module.parameters():
                         p.register_hook(lambda g: _averaged(g, size))
@@ -132,7 +132,7 @@ def work(rank, port, size):
         check(rank, size)
     finally:
         dist.destroy_process_group()
-    os._exit(0)  # torch's device meshes keep the group, and its threads can abort a process that ends by itself
+    os._exit(0)  # torch's device meshes keep the group alive, and its threads can abort a process at exit
 
 
 @pytest.mark.skipif(
@@ -144,5 +144,5 @@ def test_fully_shard_inside_f(size):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # pytest's own name for this module is one that other processes find in the repository's folder only
+    # other processes can import pytest's name of this module only from the repository's folder
     mp.spawn(importlib.import_module("test_sharded").work, (port, size), nprocs=size)

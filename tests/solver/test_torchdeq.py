@@ -24,7 +24,7 @@ from revdeq.baselines import stored_graph  # noqa: E402
 
 
 class Program(nn.Module):
-    """As in torchdeq's own examples: the core is given by the configuration."""
+    """As in torchdeq's examples, the configuration selects the core."""
 
     def __init__(self, args=None, **kwargs):
         super().__init__()
@@ -58,7 +58,7 @@ def assert_equal_gradients(model, ours, theirs):
 
 
 def namespace(*flags, **program):
-    """What a program's parser makes of a command line: its own settings, and torchdeq's."""
+    """The parsed command line of a program: its own settings, and torchdeq's."""
     parser = argparse.ArgumentParser()
     torchdeq.utils.add_deq_args(parser)
     revdeq.torchdeq.add_args(parser)
@@ -68,7 +68,7 @@ def namespace(*flags, **program):
 
 
 def settings_of(deq):
-    """What the core passes on to the solver in a call."""
+    """The options that the core passes to the solver in a call."""
     seen = []
 
     def spy(f, z0, **settings):
@@ -137,7 +137,7 @@ def test_evaluation_and_settings_of_one_call():
     torch.testing.assert_close(of_two.flatten()[0], torch.tensor(0.5), rtol=1e-3, atol=0)
 
 
-# What a program asks for
+# Settings of a program
 
 
 def test_unknown_arguments_of_a_program_are_ignored(caplog):
@@ -148,7 +148,7 @@ def test_unknown_arguments_of_a_program_are_ignored(caplog):
     with caplog.at_level(logging.INFO):
         deq = torchdeq.get_deq(namespace("--f_max_iter", "6", **names))
     assert settings_of(deq) == {"max_steps": 3, "tol": 1e-3, **revdeq.torchdeq.SETTINGS}
-    assert [r.levelname for r in caplog.records] == ["INFO"]  # state and check, whose values are no states and checks
+    assert [r.levelname for r in caplog.records] == ["INFO"]  # state and check, whose values are not valid here
     caplog.clear()
     with caplog.at_level(logging.INFO):
         torchdeq.get_deq(namespace("--f_solver", "anderson", "--ift", "--tau", "0.5", "--gamma", "0.7"))
@@ -308,7 +308,7 @@ def test_help_is_about_this_core():
     assert "overridden" not in text
 
 
-# States on the way
+# Intermediate states
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_several_forward_passes_before_one_backward_pass(norm_type):
 
     def after(seed, losses):
         torch.manual_seed(seed)
-        decoder.load_state_dict(start)  # spectral_norm moves its vectors
+        decoder.load_state_dict(start)  # spectral_norm updates its vectors
         return torch.autograd.grad(sum(losses()), list(decoder.parameters()), allow_unused=True)
 
     start = {name: value.clone() for name, value in decoder.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Which coefficients converge: theory against what is measured, and the search for good ones."""
+"""Which coefficients converge: theory and measurements, and the search for good ones."""
 
 import io
 import math
@@ -40,7 +40,7 @@ def linear_map(eigenvalues):
 
 
 def measured_rate(eigenvalues, beta, gamma, steps=None):
-    """Between two numbers of steps: by default, after which errors of 1e-5 and 1e-10 are left."""
+    """Between two numbers of steps: by default, those that leave errors of 1e-5 and 1e-10."""
     last = math.ceil(math.log(1e-10) / (2 * math.log(rate(eigenvalues, beta, gamma)))) if steps is None else 0
     steps = steps or (last // 2, last)
     f, fixed_point = linear_map(eigenvalues)
@@ -156,7 +156,7 @@ def test_with_a_tolerance_tune_finds_the_fastest_pair(name):
     f, x = blocks()[name]
 
     def evaluations(residual, **pair):
-        """Until f(z) is so close to z: a slow iteration changes little, and is not there."""
+        """Until the residual is below it: a slow iteration changes little, but has not converged."""
         for n in range(1, 100):
             z = revdeq.solve(f, torch.zeros_like(x), x, max_steps=n, **pair).z
             if (f(z, x) - z).norm() < residual * z.norm():

@@ -1,4 +1,4 @@
-"""The tool for the doubtful names the cause."""
+"""revdeq.verify finds errors and names their cause."""
 
 import pytest
 import torch

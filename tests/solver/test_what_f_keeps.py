@@ -1,4 +1,4 @@
-"""What f keeps from inside a solve, and what changes between the passes: right, or refused."""
+"""Values that f keeps from inside a solve, and changes between the passes: the gradient is right, or it is an error."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from revdeq._solver import context
 
 
 class Remembering(nn.Module):
-    """Keeps something of every evaluation, or of the first one."""
+    """Stores a value of every evaluation, or of the first one."""
 
     def __init__(self, what):
         super().__init__()
@@ -85,7 +85,7 @@ def test_a_loss_on_an_evaluation_that_is_not_differentiated_is_refused(options):
 
 
 def test_a_cache_that_the_first_evaluation_fills_is_refused():
-    """f depends on more than its arguments then; filled before the solve, the cache is as good as any tensor."""
+    """f would depend on more than its arguments. If it is filled before the solve, it is like any captured tensor."""
     f, encoder = Remembering("a projection of x"), nn.Linear(6, 6)
     x = encoder(torch.randn(3, 6))
     z = revdeq.solve(f, torch.zeros(3, 6), x).z
@@ -123,7 +123,7 @@ ASKING = {
 @pytest.mark.parametrize("asked", ASKING)
 @pytest.mark.parametrize("i", [0, 1, 8, 12, 15])
 def test_a_loss_on_any_evaluation_by_backward_or_grad(i, asked, keep, alone):
-    """Also without a loss of the solution: the steps are then undone until there without products."""
+    """Even without a loss on the solution: later steps are then inverted without vector-Jacobian products."""
     grads = []
     for solve in (as_z(keep=keep), baselines.stored_graph):
         torch.manual_seed(0)
@@ -254,7 +254,7 @@ def test_f_that_changes_its_input_in_some_evaluations(state):
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own
 @pytest.mark.parametrize("gradient", ["exact", "implicit"])
 def test_compiling_a_whole_training_step_changes_neither_pass(gradient):
-    """In one that is compiled, dropout would draw another mask."""
+    """In a compiled one, dropout would draw another mask."""
     linear, x, compiled = nn.Linear(6, 6), torch.randn(3, 6), []
 
     def f(z, x):
@@ -271,7 +271,7 @@ def test_compiling_a_whole_training_step_changes_neither_pass(gradient):
 
 
 def test_a_probe_on_the_states():
-    """Every evaluation has memory of its own for what f is given."""
+    """Every evaluation has its own memory for the input of f."""
     grads = []
     for solve in (as_z(max_steps=3), functools.partial(baselines.stored_graph, max_steps=3)):
         torch.manual_seed(0)
@@ -289,7 +289,7 @@ def test_a_probe_on_the_states():
 
 
 class Growing(nn.Module):
-    """A table that becomes as long as it has to be, as rotary embeddings have it."""
+    """A table that grows as needed, as for rotary embeddings."""
 
     def __init__(self):
         super().__init__()
@@ -318,7 +318,7 @@ class Counting(nn.Module):
         self.register_buffer("codes", torch.zeros(6))
 
     def forward(self, z, x):
-        self.codes.data.add_(1)  # which autograd does not count
+        self.codes.data.add_(1)  # autograd does not count this
         return torch.tanh(self.linear(z) + x)
 
 
@@ -529,7 +529,7 @@ def test_captured_tensors_get_their_gradient_next_to_a_compiled_part(whole):
 
 
 class Held:
-    """No module, and not called."""
+    """Neither a module nor callable."""
 
     def __init__(self):
         self.net = Counting()
