@@ -90,6 +90,7 @@ class RevDEQ(nn.Module):
         # Of `use`, in a buffer, so that they are saved, broadcast and averaged: zeros until then.
         self.register_buffer("coefficients", torch.zeros(1, 2, dtype=torch.float64))
         self._is_used, self._seen = False, self.coefficients._version
+        self._written = [(0.0, 0.0)]
         self.register_parameter("learnt", None)
         if learn_coefficients not in (True, False, "pair"):
             raise ValueError(f"learn_coefficients = {learn_coefficients!r} must be True, False or 'pair'")
@@ -213,10 +214,12 @@ class RevDEQ(nn.Module):
             self.use(beta, gamma, schedule or None)
 
     def _write(self) -> None:
-        """The buffer, which stays float64 when the weights are converted, and stays the tensor that DDP broadcasts."""
+        """Update the buffer, which stays float64 when the weights are converted, and stays the tensor that DDP
+        broadcasts. Unless it changes, its memory is that of earlier state dicts."""
         pairs = [(self.beta, self.gamma), *(self.schedule or ())] if self._is_used else [(0.0, 0.0)]
-        self.coefficients.data = torch.tensor(pairs, dtype=torch.float64, device=self.coefficients.device)
-        self._seen = self.coefficients._version
+        if pairs != self._written:
+            self.coefficients.data = torch.tensor(pairs, dtype=torch.float64, device=self.coefficients.device)
+            self._written, self._seen = pairs, self.coefficients._version
 
     def _start(self, x: Any, z0: Any) -> Any:
         if isinstance(x, torch.fx.Proxy):
@@ -229,6 +232,7 @@ class RevDEQ(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         self._read()
         super()._apply(fn, recurse)
+        self._written = []
         self._write()
         return self
 

@@ -338,8 +338,10 @@ def test_checkpoints_that_write_into_a_layers_tensors_restore_the_schedule():
     deq, other = (revdeq.RevDEQ(Block(), max_steps=2) for _ in range(2))
     deq.use(0.8, 1.1, [(0.7, 1.2), (1.2, 0.9), (0.6, 1.4), (0.8, 1.0)])
     other.use(0.5, 1.0, [(0.5, 1.0)] * 4)
+    tensors = other.state_dict()
+    assert other.state_dict().keys() == tensors.keys()  # the first ones are still those of the layer
     with torch.no_grad():
-        for name, tensor in other.state_dict().items():
+        for name, tensor in tensors.items():
             tensor.copy_(deq.state_dict()[name])
     other.double().float()  # before it is used
     assert torch.equal(other(x), deq(x)) and (other.beta, other.gamma, other.schedule) == (0.8, 1.1, deq.schedule)
