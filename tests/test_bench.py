@@ -1,4 +1,4 @@
-"""The benchmarks' tables: written, read, compared, quoted. (What they measure is measured by make bench.)"""
+"""The tables of the benchmarks: writing, reading, comparing and quoting them. (`make bench` measures.)"""
 
 import dataclasses
 import importlib.util
@@ -91,7 +91,7 @@ def test_providers_take_turns():
     times = take_turns(runs, 1.0, least=0.0, rounds=(3, 3))
     assert "".join(order).endswith("ababab")
     assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
-    assert len(take_turns(runs, 0.0, rounds=(3, 3))["a"]) == 3  # the first calls count
+    assert len(take_turns(runs, 0.0, rounds=(3, 3))["a"]) == 3  # the first calls count, too
     assert ratio([2.0, 9.0, 4.0], [1.0, 1.0, 2.0]) == 2.0
 
 
@@ -191,7 +191,7 @@ def test_a_whole_solve_is_launched_by_a_stubbed_driver(state):
     problem = host.Problem(host.Small)
     with host.stubbed() as launches:
         run = host.inside(host.launching, lambda: host.of_solver(host.reversible(state, 1.0), problem, 3))
-        # A launch for each half-step and for each that is undone; integers are encoded and decoded, too.
+        # One launch per half-step and per inverse; integers are encoded and decoded, too.
         assert launches.during(run) == 2 * (2 * 3) + 2 * (state == "exact")
     assert not host.zero_fill().value
 
@@ -201,7 +201,7 @@ def test_rows_of_benchmarks_that_no_longer_exist_are_dropped(tmp_path):
     write(tmp_path / "results.csv", [row(1, 1, 1, benchmark=name) for name in names])
     measured = [row(2, 2, 2, benchmark="step, conv block")]
 
-    run.merge(tmp_path / "results.csv", measured)  # its part was interrupted: what it did not measure is kept
+    run.merge(tmp_path / "results.csv", measured)  # its part was interrupted, so rows that it did not measure are kept
     kept = {r.benchmark: r.p50 for r in read(tmp_path / "results.csv")}
     assert kept == {"step, conv block": 2, "step, old block": 1, "tolerance, conv block": 1, "predicted relax": 1}
 
@@ -218,13 +218,13 @@ def test_every_committed_row_is_of_a_part_and_of_a_commit():
 
 
 def test_the_theory_page_says_what_schedules_were_worth_in_training():
-    """Other rows: put what python bench/schedules.py prints into docs/theory.md."""
+    """If the rows have changed, copy the output of python bench/schedules.py to docs/theory.md."""
     assert schedules.table(schedules.read()) in (BENCH.parent / "docs" / "theory.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def in_the_background():
-    """As a shell starts what it does not wait for."""
+    """Like a background process of a shell."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGINT, before)
@@ -250,14 +250,16 @@ def test_a_part_that_fails_or_times_out_on_a_gpu_does_not_stop_the_others(tmp_pa
     assert archive.name.startswith("revdeq-some-gpu-80-gb-") and str(archive) in capsys.readouterr().out
     with tarfile.open(archive) as file:
         texts = {Path(m.name).name: file.extractfile(m).read().decode() for m in file.getmembers() if m.isfile()}
-    assert texts["slow.txt"].startswith("begun\n") and "KeyboardInterrupt" in texts["slow.txt"]  # it may save first
+    assert (
+        texts["slow.txt"].startswith("begun\n") and "KeyboardInterrupt" in texts["slow.txt"]
+    )  # it may save first
     assert texts["fine.txt"] == "all is well\n"
     ended = {name: part["how"] for name, part in json.loads(texts["summary.json"])["parts"].items()}
     assert ended == {"slow": "stopped after 2 s", "broken": "failed with code 3", "fine": "passed"}
 
 
 def test_make_gpu_keeps_its_results_when_it_is_stopped(tmp_path):
-    """As a rented machine stops it."""
+    """Like the shutdown of a rented machine."""
     code = (
         "import sys, gpu; gpu.parts = lambda quick, out: {"
         "'fine': ([sys.executable, '-c', 'print(1)'], 60), 'slow': ([sys.executable, '-c', 'import time; "

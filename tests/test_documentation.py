@@ -1,4 +1,4 @@
-"""What is public is documented, in one form, and what the documents say is so."""
+"""Everything public is documented, in one form, and the documentation is correct."""
 
 import doctest
 import importlib
@@ -31,7 +31,7 @@ EVERY = pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 
 
 def prelude():
-    """What an example may take for granted."""
+    """The names that examples may use."""
 
     class Block(nn.Module):
         def __init__(self, channels=8):
@@ -48,7 +48,7 @@ def prelude():
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """Small data sets in the official layouts."""
+    """Small data sets in the official formats."""
     folder = tmp_path_factory.mktemp("data")
     write_cifar_binary(folder)
     write_wikitext(folder, words=4000)

@@ -1,4 +1,4 @@
-"""The examples run as their docstrings say, and show what they claim."""
+"""The examples run as their docstrings say, and their claims hold."""
 
 import dataclasses
 import importlib
@@ -67,7 +67,7 @@ def few_digits(load):
 
 @pytest.mark.parametrize("name", ["autocast", "cnn", "inference", "looped_transformer", "swap_torchdeq", "text"])
 def test_an_example_runs(name, monkeypatch, capsys):
-    """Briefly; whether it shows what it claims takes minutes (pytest -m full)."""
+    """A short run. Checking its claims takes minutes (pytest -m full)."""
     if name == "swap_torchdeq":
         pytest.importorskip("torchdeq", reason="torchdeq is not installed: pip install 'revdeq[torchdeq]'")
     load = Digits.load
@@ -117,7 +117,7 @@ def test_a_custom_looped_transformer_writes_the_same_with_caches():
 
 @pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_recursive_model_learns_and_halts(bf16, capsys):
-    """What it takes to solve sudokus is two minutes; a few updates tell clues from empty cells."""
+    """Learning to solve sudokus takes two minutes; a few updates distinguish clues from empty cells."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -128,7 +128,7 @@ def test_a_recursive_model_learns_and_halts(bf16, capsys):
     training, last = capsys.readouterr().out.splitlines()
     update, loss, norm = map(float, NUMBER.findall(training))
     assert update == 40 and 0 <= solved <= 1
-    assert loss < 0.95 * math.log(4)  # what a guess costs; there is the loss of the head that halts, too
+    assert loss < 0.95 * math.log(4)  # the loss of a guess; there is also that of the halting head
     assert 0 < norm < 100
     assert 1 <= float(NUMBER.findall(last)[-1]) <= recursive.Recursive().segments
 
@@ -175,7 +175,7 @@ def test_inference_stops_at_the_tolerance_or_at_the_budget():
 
 
 def test_the_notebook_runs_from_top_to_bottom(monkeypatch, capsys, tmp_path):
-    """As Jupyter would run it, but for the lines that are Jupyter's own; at its small size, which a CPU has."""
+    """As Jupyter would run it, without Jupyter's own commands, and at the small size for a CPU."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'revdeq[demo]'").use("Agg")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -185,7 +185,7 @@ def test_the_notebook_runs_from_top_to_bottom(monkeypatch, capsys, tmp_path):
     for number, cell in enumerate(notebook["cells"]):
         assert cell["cell_type"] in ("markdown", "code")
         if cell["cell_type"] == "code":
-            assert cell["outputs"] == [] and cell["execution_count"] is None  # none of this machine is committed
+            assert cell["outputs"] == [] and cell["execution_count"] is None  # no output of this machine is committed
             lines = ["\n" if line.startswith("%") else line for line in cell["source"]]
             exec(compile("".join(lines), f"cell {number}", "exec"), namespace)
     peaks = {name: [peak for peak, _ in values] for name, values in namespace["measurements"].items()}
@@ -216,4 +216,4 @@ def test_a_graph_network_is_accurate_with_enough_steps():
     assert hops == tuple(2 * n for n in steps)
     assert accuracy[0] < 30
     assert min(accuracy[2:]) > 75
-    assert memory[-1] < 1.3 * memory[0]  # the exact state puts some bytes aside
+    assert memory[-1] < 1.3 * memory[0]  # the exact state spills some bytes

@@ -1,4 +1,4 @@
-"""What only a GPU can answer. Without one these tests are skipped; CONTRIBUTING.md says how to send results."""
+"""Tests that need a GPU, and are skipped without one. CONTRIBUTING.md says how to send results."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def blocks(dtype=torch.float32):
 
 @pytest.fixture(autouse=True)
 def verdicts():
-    """Those of one test do not come in the next."""
+    """Deferred errors of one test do not appear in the next."""
     yield
     measure.synchronize(DEVICE)
     revdeq._solver.deferred.settle()
@@ -37,7 +37,7 @@ def verdicts():
 
 @pytest.fixture
 def matmul_precision():
-    """Sets it, for one test."""
+    """Sets it for one test."""
     before = torch.get_float32_matmul_precision()
     yield torch.set_float32_matmul_precision
     torch.set_float32_matmul_precision(before)
@@ -84,20 +84,20 @@ def test_the_gradient_is_that_of_the_stored_graph(state):
 @pytest.mark.parametrize("name", ["conv", "transformer"])
 @pytest.mark.parametrize("state", STATES)
 def test_f_computes_the_same_in_both_passes(monkeypatch, matmul_precision, state, name, precision, autotuned):
-    """cuDNN chooses its algorithms, and cuBLAS its own, the same way twice. A forward pass at beta = .5 and N = 8 is
-    within float64's range, so that what is not exact is f's doing."""
+    """cuDNN and cuBLAS choose the same algorithms in both passes. beta = .5 and N = 8 are within float64's range, so
+    that any difference comes from f."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", autotuned)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
     matmul_precision("high" if precision == "tf32" else "highest")
     f, x = blocks(torch.bfloat16 if precision == "bfloat16" else torch.float32)[name]
     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=precision == "autocast"):
-        f(x, x)  # autotuning times the candidates when it first meets a shape
+        f(x, x)  # autotuning times the candidates at the first use of a shape
         report = revdeq.verify(f, torch.zeros_like(x), x, beta=0.5, max_steps=8, state=state)
     assert report.exact, str(report)
 
 
 def train(f, x, target, state, check):
-    """One step of gradient descent, in place, with nothing that waits."""
+    """One step of gradient descent, in place, without synchronizing."""
     z = revdeq.solve(f, torch.zeros_like(x), x, beta=0.5, max_steps=6, state=state, check=check).z
     parameters = list(f.parameters())
     grads = torch.autograd.grad((z - target).square().mean(), parameters)
@@ -109,8 +109,8 @@ def train(f, x, target, state, check):
 @pytest.mark.parametrize("check", [None, "warn"])
 @pytest.mark.parametrize("state", STATES)
 def test_a_whole_training_step_is_captured_in_a_graph(state, check):
-    """Three replays do what three steps do. cuBLAS may choose another algorithm under capture, hence a tolerance: that
-    of float32 over the 24 products of a gradient, in each of three steps."""
+    """Three replays equal three steps. cuBLAS may choose another algorithm under capture, hence a tolerance: that of
+    float32 over the 24 products of a gradient, in each of three steps."""
     f, x = blocks()["transformer"]
     target = torch.randn_like(x)
     start = [p.detach().clone() for p in f.parameters()]
@@ -121,7 +121,7 @@ def test_a_whole_training_step_is_captured_in_a_graph(state, check):
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles, and lets the libraries allocate what they allocate once
+    with torch.cuda.stream(side):  # compiles kernels, and lets libraries make their one-time allocations
         for _ in range(3):
             train(f, x, target, state, check)
     torch.cuda.current_stream().wait_stream(side)
@@ -149,7 +149,7 @@ def free_memory():
 
 @pytest.mark.parametrize("state", STATES)
 def test_more_than_two_to_the_31_elements(state):
-    """Every element is looked at, in pieces. f and the copy are bfloat16, to fit into more GPUs."""
+    """Every element is checked, in parts. f and the copy are bfloat16, to fit into more GPUs."""
     n = 2**31 + 4099
     needed = n * (8 + 2 + 2) + 2**30
     if free_memory() < needed:
@@ -200,8 +200,8 @@ def test_two_streams_do_not_interfere(state):
 
 @pytest.mark.parametrize("state", STATES)
 def test_peak_memory_is_the_same_at_every_depth(state):
-    """By the allocator's own count. The exact state at beta = .5 puts nothing aside for 16 steps; its alarms are 1 KiB
-    a step for y and for z."""
+    """As counted by the allocator. The exact state at beta = .5 spills nothing in 16 steps; its alarms take 1 KiB per
+    step for y and for z."""
     f, x = blocks()["conv"]
     x.requires_grad_()
 
@@ -210,7 +210,7 @@ def test_peak_memory_is_the_same_at_every_depth(state):
             z = revdeq.solve(f, torch.zeros_like(x), x, beta=0.5, max_steps=max_steps, state=state, check=None).z
             torch.autograd.grad(z, [x, *f.parameters()], torch.ones_like(x))
 
-        step()  # what is allocated once only
+        step()  # one-time allocations
         return measure.peak_memory(step, DEVICE)
 
     alarms = 16 * 2 * 1024
@@ -244,8 +244,8 @@ def test_dropout_is_one_mask_in_both_passes():
 
 @needs_cuda
 def test_dropout_under_capture_is_one_mask_for_each_replay():
-    """Each replay draws anew, for all evaluations in both passes: f = mask + 0 z, so that an element of z and of the
-    gradient is 0 or all of it."""
+    """Each replay draws a new mask for all evaluations in both passes: f = mask + 0 z, so that every element of z and
+    of the gradient is either 0 or complete."""
     x, z0 = torch.ones(1000, device=DEVICE, requires_grad=True), torch.zeros(1000, device=DEVICE)
 
     def run():

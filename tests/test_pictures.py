@@ -1,4 +1,4 @@
-"""Every picture that the project makes can be read, on a light and on a dark page."""
+"""Every picture of the project is readable, on a light and on a dark page."""
 
 import math
 from pathlib import Path
@@ -30,7 +30,7 @@ PICTURES = [picture for path in MEASURED for picture in plots.figures(table.read
     ("name", "suffix", "figure"),
     [
         pytest.param(*picture, id=picture[0] + picture[1], marks=[pytest.mark.full] if picture[1] else [])
-        for picture in PICTURES  # a dark one is the same in other colours
+        for picture in PICTURES  # dark pictures are the same in other colours
     ],
 )
 def test_the_plots_of_the_benchmarks(name, suffix, figure):
@@ -71,7 +71,7 @@ def test_the_plot_of_a_training(metric, monkeypatch, tmp_path):
 
 
 def test_the_picture_of_the_demo():
-    """With an error that is 0, one that is beyond the plot, and one that is no number."""
+    """With an error that is 0, one that is beyond the plot, and one that is NaN."""
     n = len(demo.PLOTTED_DEPTHS)
     memory = {method: [(k + 1) * 2.0**20 * n for n in demo.PLOTTED_DEPTHS] for k, method in enumerate(demo.METHODS)}
     errors = {"a": [0.0] * n, "b": [1e-7] * (n - 2) + [40.0, math.nan], "c": [3e-7] * n}

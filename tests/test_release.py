@@ -48,7 +48,7 @@ def test_the_oldest_torch_is_the_same_everywhere():
 
 
 def test_an_older_torch_is_refused_at_import(monkeypatch):
-    """Before it is asked for what it does not have: a copy under another name could not import the rest."""
+    """Before anything that it lacks is used. A copy under another name could not import the rest."""
     spec = importlib.util.spec_from_file_location("revdeq_elsewhere", revdeq.__file__)
     for version in ("1.13.1", "2.6.0", "2.9.1+cu126"):
         monkeypatch.setattr(torch, "__version__", version)
@@ -68,7 +68,7 @@ def test_third_party_actions_are_pinned():
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A copy of the repository in a folder of its name, with the library of an earlier build in it."""
+    """A copy of the repository in a folder with its name, which contains the library of an earlier build."""
     folder = tmp_path_factory.mktemp("parent") / "revdeq"
     folder.mkdir()
     (folder / ".ci").mkdir()
@@ -124,7 +124,7 @@ def test_the_c_library_is_for_all_pythons_without_debug_information_and_replaces
 
 @pytest.fixture(scope="module")
 def site(editable, tmp_path_factory):
-    """Where the editable wheel is installed, and a package of others with the name of a folder of the clone."""
+    """A site with the editable wheel, and with another package that has the name of a folder of the clone."""
     folder = tmp_path_factory.mktemp("site")
     with zipfile.ZipFile(editable) as wheel:
         wheel.extractall(folder)
@@ -135,7 +135,7 @@ def site(editable, tmp_path_factory):
 
 
 def answer(code, folder, site, *path):
-    """What Python prints in a folder, with a site and with more folders on its path, and no other packages."""
+    """The output of Python in a folder, with a site and more folders on its path, and no other packages."""
     code = f"import site; site.addsitedir({str(site)!r}); {code}"
     command = [sys.executable, "-S", "-c", code]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
@@ -148,8 +148,8 @@ FOUND = "import importlib.util; print(importlib.util.find_spec('revdeq').origin)
 
 
 def test_an_editable_installation_is_found_everywhere(clone, site, tmp_path):
-    """In the folder that holds the clone, the clone's own folder looks like an empty package, which Python prefers to
-    what only a finder at the end knows."""
+    """In the parent folder of the clone, the clone looks like an empty package, which Python prefers to what a finder
+    at the end of the list finds."""
     for folder in (tmp_path, clone.parent, clone, clone / "kernels"):
         assert Path(answer(FOUND, folder, site)) == clone / "revdeq" / "__init__.py"
 
@@ -161,12 +161,12 @@ def test_another_clone_on_the_path_goes_before_an_editable_installation(clone, s
         (folder / "revdeq" / "__init__.py").touch()
     assert Path(answer(FOUND, tmp_path, site, other)) == other / "revdeq" / "__init__.py"
     assert Path(answer(FOUND, other, site)) == other / "revdeq" / "__init__.py"
-    code = f"site.addsitedir({str(later)!r}); {FOUND}"  # as those of the system are that a .venv sees
+    code = f"site.addsitedir({str(later)!r}); {FOUND}"  # like system packages that a .venv can see
     assert Path(answer(code, tmp_path, site)) == clone / "revdeq" / "__init__.py"
 
 
 def test_a_package_of_others_named_kernels_is_not_hidden(clone, site, tmp_path):
-    """transformers looks for Hugging Face's."""
+    """transformers imports Hugging Face's `kernels`."""
     code = "import kernels, kernels.hub; print(kernels.__file__); assert kernels.hub is kernels.__dict__['hub']"
     for folder in (tmp_path, clone.parent, clone):
         assert Path(answer(code, folder, site)) == site / "kernels" / "__init__.py"
@@ -175,7 +175,7 @@ def test_a_package_of_others_named_kernels_is_not_hidden(clone, site, tmp_path):
 
 
 def test_without_that_package_a_checkout_has_none_either(clone, tmp_path):
-    """transformers asks whether there is one, and for its version."""
+    """transformers checks whether it exists, and its version."""
     code = """
 import importlib, kernels
 print(getattr(kernels, "__version__", "none"))

@@ -1,4 +1,4 @@
-"""python -m revdeq doctor: what it says of machines in all states of health."""
+"""python -m revdeq doctor: its findings on healthy and broken machines."""
 
 import builtins
 import importlib
@@ -25,7 +25,7 @@ def run(monkeypatch, *arguments):
 
 @pytest.fixture(autouse=True)
 def healthy(monkeypatch):
-    """No setting from outside, and nothing is timed: one test below does that."""
+    """Without settings from the environment, and without timing, which one test below does."""
     monkeypatch.delenv("REVDEQ_BACKEND", raising=False)
     monkeypatch.setattr(doctor, "bandwidth", lambda device: doctor.Finding("not measured"))
 
@@ -35,7 +35,7 @@ def last_line(capsys):
 
 
 def test_a_healthy_machine_is_ready():
-    """As users call it: one JSON object on stdout, and nothing else."""
+    """Called as users do: it prints one JSON object on stdout, and nothing else."""
     command = [sys.executable, "-m", "revdeq", "doctor", "--json"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     report = json.loads(result.stdout)
@@ -122,7 +122,7 @@ def test_one_wrong_bit_is_not_ready_and_names_the_operation(monkeypatch, capsys)
 
 @pytest.mark.skipif(cpu.library is None, reason="the C kernel was not built: no C compiler")
 def test_one_wrong_bit_in_one_of_several_tensors_is_found(monkeypatch):
-    """By the look at states of several."""
+    """By the check of states of several tensors."""
     right = cpu.HalfStep.relax
     monkeypatch.setattr(
         cpu.HalfStep, "relax", lambda self, *a: (wrong_relax if len(self.state) == 600 else right)(self, *a)
@@ -237,7 +237,7 @@ def test_only_a_gpu_needs_triton(monkeypatch, capsys):
     ids=["too old", "broken"],
 )
 def test_a_driver_that_fails_is_a_finding(monkeypatch, capsys, warning, remedy):
-    """torch tells of it in a warning, and says that there is no GPU."""
+    """torch warns, and reports that there is no GPU."""
 
     def failing():
         warnings.warn(warning, stacklevel=1)
@@ -271,7 +271,7 @@ def test_a_gpu_that_this_torch_is_not_built_for_is_advice(monkeypatch, capsys):
 
 
 def test_whatever_fails_is_a_finding(monkeypatch, capsys):
-    """A device that is listed and then fails at everything."""
+    """A device that is listed, but fails in every operation."""
 
     def fails(*args, **kwargs):
         raise RuntimeError("CUDA error: unspecified launch failure")

@@ -1,4 +1,4 @@
-"""The loaders read the official layouts, packed and unpacked, and say what is wrong with what they cannot read."""
+"""The loaders read the official formats, packed and unpacked, and explain what they cannot read."""
 
 import gzip
 import hashlib
@@ -41,7 +41,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
-    """Whatever is on the disk must be enough."""
+    """Without a network: the files on the disk must be enough."""
     connect = socket.socket.connect
 
     def local_only(self, address):
@@ -406,7 +406,7 @@ def test_a_download_is_checked_and_falls_back_to_another_address(tmp_path, serve
     assert not target.exists() and not list(target.parent.iterdir())
     fetch("missing.zip", "bad.zip", "good.zip")
     assert target.read_bytes() == b"content"
-    fetch("missing.zip")  # it is there: nothing is asked for
+    fetch("missing.zip")  # it exists, so nothing is downloaded
 
 
 def test_without_a_network_the_message_says_what_to_fetch(tmp_path):

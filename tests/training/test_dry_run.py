@@ -26,14 +26,14 @@ def update(preset, **more):
     return lambda: loss_of(model(inputs), targets).backward()
 
 
-# An example is zeros, which a norm blows up.
+# The example input is zero, which a norm amplifies.
 pytestmark = pytest.mark.filterwarnings("ignore:the gradient grew:revdeq.ConvergenceWarning")
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_operations_are_those_of_a_checkpointed_update(name):
-    """Which evaluates f again in the backward pass, too. The first layer has no gradient of its input to compute: a
-    tenth. (The fused attention of CPUs is not counted.)"""
+    """It evaluates f again in the backward pass, like a reversible solve. The first layer computes no gradient of its
+    input, which is a tenth. (The fused attention of CPUs is not counted.)"""
     preset = configured(name, SMALL[name])
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         update(preset, solver="checkpointed")()
@@ -43,7 +43,7 @@ def test_operations_are_those_of_a_checkpointed_update(name):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_memory_is_what_an_update_allocates(name):
-    """Within a half: temporaries are not counted, and of several equilibria all are, which do not run at once."""
+    """Within a half: temporaries are not counted, and all equilibria are, though they do not run at the same time."""
     preset = configured(name, {**SMALL[name], "batch": BATCH})
     run = update(preset)
     run()
@@ -54,7 +54,7 @@ def test_memory_is_what_an_update_allocates(name):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_launches_are_about_the_operators_of_an_update(name):
-    """Within a half: some backward operators are two or none. The kernels of half-steps are no operators on a CPU."""
+    """Within a half: some operators have two backward operators, or none. On a CPU, half-steps are no operators."""
     preset = configured(name, SMALL[name])
     run = update(preset)
     with dry_run._Launches() as counted, sdpa_kernel(SDPBackend.MATH):

@@ -1,4 +1,4 @@
-"""bench/evidence.py: which trainings are left, which rows are refused, and that the page says what the rows say."""
+"""bench/evidence.py: which trainings to run, which rows are refused, and that the page agrees with the rows."""
 
 import argparse
 from pathlib import Path
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parents[2] / "bench" / "results" / "evidence"
 
 
 def done(tasks, goodness=lambda task: 0.5):
-    """Rows as after these trainings."""
+    """The rows of these trainings."""
     return [
         {
             **{key: str(value) for key, value in task._asdict().items()},
@@ -38,7 +38,7 @@ def near(best):
 
 
 def test_the_page_says_what_the_rows_say():
-    """Changed rows, or a changed page.md: python bench/evidence.py --report."""
+    """If rows or page.md have changed, run python bench/evidence.py --report."""
     text, _ = evidence_report.page(RESULTS)
     assert (RESULTS / "README.md").read_text(encoding="utf-8") == text
 

@@ -139,14 +139,14 @@ def block_widths(resnet):
 
 
 def test_resnet_18():
-    """As PreActResNet18 of well-known CIFAR-10 repositories, 11,171,146, with He's norm before the pooling."""
+    """Like PreActResNet18 in well-known CIFAR-10 repositories, 11,171,146, with He's norm before the pooling."""
     with torch.device("meta"):
         assert count_parameters(ResNet()) == 11_171_146 + 2 * 512
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_arguments_can_be_written_as_json(name):
-    """But for a block of one's own."""
+    """Except for a custom block."""
     parameters = inspect.signature(MODELS[name]).parameters.items()
     defaults = {k: p.default for k, p in parameters if k != "block" and p.kind != p.VAR_KEYWORD}
     assert MODELS[name] is type(MODELS[name](**json.loads(json.dumps({**defaults, **SMALL[name]}))))
@@ -245,8 +245,8 @@ def test_transformer_block_by_its_equation(wide_heads):
 
 
 def test_how_much_an_untrained_language_model_depends_on_each_token():
-    """How far the equilibrium at the last position moves when the token there changes, and when all others do: the
-    numbers in the docstring of `TransformerBlock`, which vary by a tenth from seed to seed."""
+    """How far the equilibrium at the last position moves if the token there changes, and if all others do: the numbers
+    in the docstring of `TransformerBlock`, which vary by a tenth between seeds."""
     moved = {}
     for form in ("paper", "residual", "pre-norm"):
         torch.manual_seed(0)
@@ -263,7 +263,7 @@ def test_how_much_an_untrained_language_model_depends_on_each_token():
 
 
 def test_the_multi_scale_model_matches_the_papers_figure():
-    """At each scale: around the equilibrium an identity path, around the downsampling a convolution."""
+    """At each scale, there is an identity path around the equilibrium, and a convolution around the downsampling."""
     model = small("multi-scale").eval()
     images, _ = batch("multi-scale")
     x = F.relu(model.encode[1](model.encode[0](images)))
@@ -287,7 +287,7 @@ def test_single_scale_pools_to_four_by_four():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_untrained_model_predicts_uniformly(name):
-    """Its loss is near that of a guess, and its block draws together: steps get smaller."""
+    """Its loss is near that of a guess, and its block contracts: steps get smaller."""
     model, (inputs, targets) = small(name), batch(name, 16)
     classes = VOCABULARY if name in ("language", "transformer") else CLASSES
     assert abs(loss_of(model, inputs, targets).item() - math.log(classes)) < 0.4
@@ -322,7 +322,7 @@ def test_gradient_is_that_of_the_stored_graph(name, form):
 
 @pytest.mark.parametrize("name", IMPLICIT)
 def test_exact_state(name):
-    """Both passes give f the same inputs, bit for bit, where float64 has long lost its way."""
+    """Both passes give f the same inputs, bit for bit, far beyond the range of float64."""
     deep = {"max_steps": 24, "beta": 0.9, "check": "raise", "dropout": 0.0}
     if name != "language":
         del deep["dropout"]
@@ -397,8 +397,8 @@ class Contraction(nn.Module):
 @needs_torchdeq
 @pytest.mark.parametrize("name", IMPLICIT)
 def test_torchdeq_finds_the_same_fixed_point_and_gradient(name):
-    """Where f contracts by 1/2, 50 steps arrive at 3/4^50 = 6e-7 (beta = 1/2). torchdeq's Anderson acceleration is
-    regularised, and in the end takes the mean of the last six iterates, 3.5 evaluations old: 2^-(60 / 3.5) = 7e-6."""
+    """If f contracts by 1/2, 50 steps leave an error of 3/4^50 = 6e-7 (beta = 1/2). torchdeq's Anderson acceleration is
+    regularised, and finally takes the mean of the last six iterates, 3.5 evaluations old: 2^-(60 / 3.5) = 7e-6."""
     settings = {"max_steps": 50, "beta": 0.5, "state": "exact", "block": Contraction}
     model, reference = small(name, block=Contraction, solver="torchdeq", evaluations=60), small(name, **settings)
     inputs, targets = batch(name)
@@ -429,7 +429,7 @@ def test_torchdeq_trains(name):
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_solve_has_one_dropout_mask(solver):
-    """And the generator goes on where one evaluation left it, whatever the solver and the backward pass do."""
+    """And the generator continues from its state after one evaluation, with every solver and backward pass."""
     masks = []
     model = small("language", solver=solver, dropout=0.5, max_steps=3)
     block = model.equilibrium.f
@@ -479,7 +479,7 @@ def test_tol_ends_a_solve():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_modes(name):
-    """Evaluation is deterministic, one image at a time or many, and training leaves its traces in BatchNorm only."""
+    """Evaluation is deterministic, for one image or many, and training mode only changes BatchNorm."""
     model, (inputs, _) = small(name), batch(name)
     buffers = copy.deepcopy(dict(model.named_buffers()))
     model(inputs)
@@ -506,14 +506,14 @@ def test_copies_and_checkpoints(name):
         again_loss, ours = gradients(again, inputs, targets)
         assert torch.equal(loss, again_loss)
         assert all(torch.equal(g, e) for g, e in zip(ours, expected, strict=True))
-    if name in IMPLICIT:  # whatever the solver
+    if name in IMPLICIT:  # with every solver
         stored = small(name, solver="stored")
         assert stored.load_state_dict(model.state_dict()).missing_keys == []
 
 
 @pytest.mark.parametrize("name", IMPLICIT)
 def test_models_pass_every_option_on(name):
-    """An option of `revdeq.solve` is one of the models, without a change to them."""
+    """A new option of `revdeq.solve` is an option of the models, without changing them."""
     other = {"beta": 0.7, "gamma": 0.9, "tol": 1e-2, "state": "exact", "check": None, "keep": 1, "backward_steps": 2}
     model = small(name, **other)
     for layer in model.equilibria:
@@ -618,7 +618,7 @@ DECODING = [
 
 
 class Numbered(nn.Module):
-    """Two attentions, a scale of its own in every evaluation, rotated positions, and something beside its state."""
+    """Two attentions, a different scale in every evaluation, rotated positions, and an auxiliary output."""
 
     def __init__(self, d):
         super().__init__()
@@ -635,8 +635,8 @@ OWN = {"block": Numbered, "indexed": True, "aux": True}
 
 
 def fed(model, texts, lengths, **given):
-    """The logits at every position from the last one of each prompt on, (B, positions, vocabulary): of prompts of these
-    lengths, and then of one token after the other."""
+    """The logits at every position from the last one of each prompt, (B, positions, vocabulary): for prompts of these
+    lengths, and then token by token."""
     decoder = Decoder(model, [text[:n] for text, n in zip(texts, lengths, strict=True)], LENGTH, **given)
     logits = [decoder.logits()]
     for i in range(LENGTH - max(lengths)):
@@ -661,8 +661,8 @@ def test_caches_give_the_logits_of_the_whole_sequence(name, settings, lengths):
 @pytest.mark.parametrize(("name", "settings"), [*DECODING[:-1], ("language", OWN)])
 @torch.no_grad()
 def test_with_a_tolerance_caches_give_the_logits_of_each_position_by_itself(name, settings, lengths):
-    """Positions that rest are evaluated late, where a later one takes more steps; a block with two attentions, whose
-    second one depends on what others that still move are like, too."""
+    """Frozen positions are evaluated late, if a later one takes more steps. Also for a block with two attentions, whose
+    second one depends on the positions that still change."""
     model, texts = small(name, check=None, **settings).eval(), batch(name)[0]
     model(texts, tol=1e-9)
     changes = model.equilibrium.last.change.flatten().sort().values[9:27]
@@ -704,7 +704,7 @@ def test_the_iteration_without_a_graph_notices_an_overflow():
 @pytest.mark.parametrize("settings", [{}, {"slide": LENGTH // 2}, {"slide": LENGTH}])
 @pytest.mark.parametrize("name", ["language", "transformer"])
 def test_greedy_text_is_that_of_the_whole_sequence(name, settings):
-    """Beyond the window, too, from prompts of different lengths, of which one is longer than it."""
+    """Also beyond the window, from prompts of different lengths, one of them longer than the window."""
     model = small(name, dropout=0.5)
     texts = batch(name)[0]
     prompts = [texts[0][:3], texts[1][:1], torch.cat([texts[2], texts[0]])]
@@ -714,8 +714,8 @@ def test_greedy_text_is_that_of_the_whole_sequence(name, settings):
         found, model.generate(prompts, 2 * LENGTH, use_cache=False, **settings), prompts, strict=True
     ):
         assert torch.equal(a, b) and torch.equal(a[: len(prompt)], prompt) and len(a) == len(prompt) + 2 * LENGTH
-        assert torch.equal(a, model.generate([prompt], 2 * LENGTH, **settings)[0])  # whatever is beside it
-    if not settings:  # the window moves on by one token, so that each is what the model makes of those before it
+        assert torch.equal(a, model.generate([prompt], 2 * LENGTH, **settings)[0])  # independent of the other texts
+    if not settings:  # the window moves by one token, so that each token is the model's choice after those before it
         with torch.no_grad():
             text = found[0]
             for i in range(3, len(text)):
@@ -723,7 +723,7 @@ def test_greedy_text_is_that_of_the_whole_sequence(name, settings):
 
 
 def test_greedy_text_with_a_tolerance():
-    """Each text as if it were alone, beyond the window, too."""
+    """Each text is generated as if it were alone, also beyond the window."""
     model, prompts = small("language", max_steps=6, check=None), [[3, 4, 5], [7]]
     settings = {"max_new_tokens": LENGTH, "slide": 4, "tol": 0.1}
     found = model.generate(prompts, **settings)

@@ -1,4 +1,4 @@
-"""Training of what is one's own: a model, data, a block, a callback; and how a run goes on, adds up and reports."""
+"""Training with a custom model, data, block or callback; resuming, accumulating gradients and reporting."""
 
 import csv
 import math
@@ -82,7 +82,7 @@ def one_thread():
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A module of the user's, in the folder that the command is run from."""
+    """A user's module in the current folder."""
     (tmp_path / "mine.py").write_text(BLOCKS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -118,7 +118,7 @@ def train_quietly(model, data, out, **settings):
     return revdeq.train(model, data, out, device="cpu", quiet=True, **settings)
 
 
-# a model and data of one's own
+# custom models and data
 
 
 def kind(thing):
@@ -157,7 +157,7 @@ def test_float_targets_use_the_squared_error(tmp_path):
 
 
 class Pairs(Dataset):
-    """As many examples as a circle has, made of their number."""
+    """As many examples as a circle has, computed from their index."""
 
     def __init__(self, example):
         self.example = example
@@ -341,7 +341,7 @@ def test_a_block_from_the_command_line_is_trained_resumed_and_loaded_by_name_onl
     assert command(monkeypatch, "train", "prefix-tiny", "--device", "cpu", "--block", "mine:Block", *arguments) == 0
     longer = ("train", "--resume", "runs/prefix-tiny", "--device", "cpu", "--set", "updates=8")
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "mine", None)  # to import it would be an error
+        patch.setitem(sys.modules, "mine", None)  # importing it would be an error
         assert command(monkeypatch, *longer) == 1
         assert "runs/prefix-tiny was trained with block='mine:Block'" in capsys.readouterr().err
     assert command(monkeypatch, *longer, "--block", "mine:Block") == 0
@@ -374,7 +374,7 @@ def test_the_trial_of_a_block_does_not_change_the_training(tmp_path, monkeypatch
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-# going on
+# resuming
 
 
 def test_a_resumed_run_keeps_its_settings_and_can_be_extended(tmp_path, monkeypatch, capsys):
@@ -488,7 +488,7 @@ def test_resume_before_the_name_of_a_preset(tmp_path, monkeypatch, capsys):
     assert "no checkpoint yet" in capsys.readouterr().out and Path("runs/prefix-tiny/last.pt").exists()
 
 
-# gradients of parts
+# accumulated gradients
 
 
 @pytest.mark.parametrize("parts", [2, 8])
@@ -513,7 +513,7 @@ def test_accumulation_divides_the_batch(tmp_path):
         train_quietly("prefix-tiny", None, tmp_path, **PUZZLE, accumulate=3)
 
 
-# what is reported
+# reports
 
 
 def test_every_loss_averages_as_many_updates(tmp_path, monkeypatch):
@@ -527,7 +527,7 @@ def test_every_loss_averages_as_many_updates(tmp_path, monkeypatch):
 
 
 def test_the_speed_excludes_evaluations(tmp_path, monkeypatch):
-    """By a clock that only evaluations, checkpoints and updates move."""
+    """With a clock that only evaluations, checkpoints and updates advance."""
     now = [0.0]
     step, evaluate, save = train.Run._step, revdeq.training.evaluate, train.Run._save
 
@@ -595,7 +595,7 @@ def test_a_missing_tensorboard_is_named(monkeypatch, capsys, tmp_path):
     assert "TensorBoard needs tensorboard: pip install 'revdeq[tensorboard]'" in capsys.readouterr().err
 
 
-# what would spoil a run
+# what would damage a run
 
 
 def test_a_held_out_class_that_the_model_lacks_is_an_error(tmp_path):

@@ -1,4 +1,4 @@
-"""What several processes leave behind."""
+"""Several processes: their threads and devices."""
 
 import os
 import socket
@@ -44,8 +44,8 @@ TRAINING = """
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch with gloo")
 def test_no_thread_of_the_process_group_is_left_at_the_end():
-    """At the end of the interpreter it would be ended inside C++, and the process with it: "terminate called without an
-    active exception"."""
+    """At the exit of the interpreter it would be stopped inside C++, which aborts the process: "terminate called
+    without an active exception"."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -65,7 +65,7 @@ def test_no_thread_of_the_process_group_is_left_at_the_end():
 
 @pytest.mark.parametrize("seen, expected", [(4, "cuda:3"), (1, "cuda:0"), (0, "cpu")])
 def test_a_process_uses_its_own_gpu(monkeypatch, seen, expected):
-    """A launcher may show each process a single one."""
+    """A launcher may make only one GPU visible to each process."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(_device, "count", lambda kind: seen if kind == "cuda" else 0)
     assert _device.best() == torch.device(expected)

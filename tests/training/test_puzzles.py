@@ -1,4 +1,4 @@
-"""Puzzles are what they say they are, and a model solves larger ones than it was trained on by taking more steps."""
+"""Puzzles are correct, and a model solves larger ones than in training by taking more steps."""
 
 import itertools
 
@@ -37,7 +37,7 @@ def test_mazes_are_perfect_and_the_path_leads_from_end_to_end(cells):
     assert images.shape == (20, 3, 2 * cells + 1, 2 * cells + 1)
     for image, target in zip(images, targets, strict=True):
         free, start, end, path = ({tuple(p) for p in x.nonzero().tolist()} for x in (*image, target))
-        # A tree: as many passages as cells, but one, and all of it can be reached.
+        # A tree: one passage less than cells, and every cell can be reached.
         assert {(2 * r + 1, 2 * c + 1) for r in range(cells) for c in range(cells)} <= free
         assert len(free) == 2 * cells**2 - 1
         reached, new = set(), {next(iter(free))}
@@ -45,7 +45,7 @@ def test_mazes_are_perfect_and_the_path_leads_from_end_to_end(cells):
             reached |= new
             new = {n for pixel in new for n in neighbours(pixel)} & free - reached
         assert reached == free
-        # In a tree, a connected set that ends nowhere but at the start and the end is the path.
+        # In a tree, a connected set whose only ends are the start and the end is the path.
         assert len(start) == len(end) == 1 and start != end and start | end <= path <= free
         assert all(len(neighbours(pixel) & path) == (1 if pixel in start | end else 2) for pixel in path)
 
@@ -113,7 +113,7 @@ def test_an_explicit_network_of_equal_size():
 
 
 def test_a_custom_data_set_is_a_class_and_an_entry(tmp_path, monkeypatch):
-    """With nothing but what `DataSet` asks for."""
+    """With only the attributes that `DataSet` requires."""
 
     class Complement:
         unit, units, metric, splits, validation, size = "bits", 5, ACCURACY, ("held out",), "held out", 64

@@ -115,7 +115,7 @@ def test_given_coefficients_replace_tuned_ones(runs, tmp_path, monkeypatch, caps
         assert "metric" not in model.trained and model.trained["preset"]["settings"]["beta"] == 0.6
         model.save_pretrained(tmp_path / "other")
         assert PuzzleModel.from_pretrained(tmp_path / "other").equilibrium.beta == 0.6
-    # also where they are those that the training began with
+    # also if they are those at the start of the training
     assert revdeq.models.load(runs / "maze-tiny", beta=0.8).equilibrium.beta == 0.8
     assert "metric" not in revdeq.models.load(runs / "maze-tiny", beta=0.8).trained
     evaluated = [
@@ -150,7 +150,7 @@ def test_what_cannot_be_loaded_is_named(runs, tmp_path):
 
 
 def test_a_checkpoint_without_its_shapes_is_loaded(runs, tmp_path):
-    """As version 0.1.0 wrote them."""
+    """As written by version 0.1.0."""
     for name in SMALL:
         saved = checkpoint.load(runs / name)
         for key in ("shapes", "metric_name", "split", "fresh"):
@@ -250,7 +250,7 @@ def test_the_card_claims_no_metric_for_settings_that_were_not_evaluated(runs, tm
 
 
 def test_a_model_is_loaded_from_the_hub_with_all_its_files(runs, tmp_path):
-    """The Hub is a folder here: what is asked of it by name is what was saved."""
+    """A folder replaces the Hub: names refer to what was saved there."""
     model = revdeq.models.load(runs / "wikitext2-tiny")
     model.save_pretrained(tmp_path / "hub")
 
@@ -418,7 +418,7 @@ def test_sampling_takes_only_the_likeliest_tokens():
 
 
 def test_texts_of_many_prompts_from_a_file(runs, tmp_path, monkeypatch, capsys):
-    """Side by side they are what each is alone, and beyond the window, too. The speed is told beside the text."""
+    """In a batch, each is the same as alone, also beyond the window. The speed is not printed into the text."""
     run, prompts = runs / "wikitext2-tiny", tmp_path / "prompts.txt"
     prompts.write_text("the fox\n\nthe dog ran to a hill and\n")
     options = ("--tokens", 40, "--temperature", 0, "--device", "cpu")
@@ -537,7 +537,7 @@ def test_damaged_images_are_reported_after_the_readable_ones(batch, runs, pictur
     whole = (pictures / "a.png").read_bytes()
     damaged = {
         "0 empty.png": b"",
-        "1 header.png": whole.replace(b"\0\0\0\rIHDR", b"\0\0\0\0IHDR"),  # a ValueError of its decoder's
+        "1 header.png": whole.replace(b"\0\0\0\rIHDR", b"\0\0\0\0IHDR"),  # a ValueError of its decoder
         "2 cut.png": whole[: len(whole) // 2],
     }
     for name, content in damaged.items():

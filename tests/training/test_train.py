@@ -1,4 +1,4 @@
-"""python -m revdeq train, evaluate, generate: what a run leaves, how it goes on, and what it says when it cannot."""
+"""python -m revdeq train, evaluate and generate: the files of a run, resuming it, and errors."""
 
 import csv
 import dataclasses
@@ -137,7 +137,7 @@ def test_a_run_learns_and_writes_its_files(name, folder, tmp_path, capsys):
 
 
 class Crash(BaseException):
-    """Like the end of the process: nothing below expects it."""
+    """Like the end of the process: no code expects it."""
 
 
 def crash_in_update(monkeypatch, at):
@@ -195,7 +195,7 @@ def _raise():
 
 @pytest.fixture(scope="module")
 def whole(folder, tmp_path_factory):
-    """Runs that nothing interrupted."""
+    """Runs without interruptions."""
     out = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REVDEQ_CACHE", str(folder / "cache"))
@@ -217,7 +217,7 @@ def test_a_run_resumes_bit_for_bit_wherever_it_ended(name, end, folder, whole, t
             end(monkeypatch, at)
             with pytest.raises((Crash, train.Stopped)):
                 train.train(small(name), folder, tmp_path / "run", resume=True, quiet=True)
-        random.random(), np.random.rand(), torch.rand(3)  # what a new process would have in its generators
+        random.random(), np.random.rand(), torch.rand(3)  # the generators of a new process
     train.train(small(name), folder, tmp_path / "run", resume=True, quiet=True)
     assert_same_run(whole / name, tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.part"))
@@ -256,7 +256,7 @@ def test_coefficients_are_tuned_during_training_and_resumed_bit_for_bit(folder, 
 
 
 def process(*arguments, launcher=("-m", "revdeq"), **more):
-    """With the package that is being tested, wherever it was imported from."""
+    """Run with the package under test, wherever it was imported from."""
     environment = {**os.environ, "PYTHONPATH": str(Path(revdeq.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, *launcher, *map(str, arguments)],
@@ -291,7 +291,7 @@ def test_a_killed_run_resumes_bit_for_bit(folder, tmp_path, capsys):
     ]
     for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 128 + signal.SIGTERM)):
         child = process(*arguments)
-        (tmp_path / "run/config.json").unlink(missing_ok=True)  # written anew when the training begins
+        (tmp_path / "run/config.json").unlink(missing_ok=True)  # rewritten when training starts
         wait_for(tmp_path / "run/config.json", child)
         wait_for(tmp_path / "run/last.pt", child)
         time.sleep(random.uniform(0, 0.3))
@@ -307,8 +307,8 @@ def test_a_killed_run_resumes_bit_for_bit(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_processes_train_as_one_does(name, folder, tmp_path):
-    """With the same batch, half of it each, in two parts, and the same number of steps, drawn for each update. Dropout
-    is off: each process draws masks of its own."""
+    """With the same batch, half of it each, in two parts, and the same random number of steps per update. Dropout is
+    off, because each process has its own masks."""
     changes = {"dropout": 0.0, "max_steps": (1, 6)} if name == "wikitext2-tiny" else {}
     settings = {**SETTINGS[name], **changes, "lr": 0.003}
     one = train.train(configured(name, settings), folder, tmp_path / "one", quiet=True)
@@ -317,7 +317,7 @@ def test_two_processes_train_as_one_does(name, folder, tmp_path):
     child = process("train", name, *arguments, *assignments({**settings, "accumulate": 2}), launcher=torchrun)
     out, errors = child.communicate()
     assert child.returncode == 0, errors
-    assert out.count(" parameters, ") == 1  # the first process speaks for both
+    assert out.count(" parameters, ") == 1  # only the first process prints
     two = checkpoint.load(tmp_path / "two/last.pt")
     assert len(two["generators"]) == 2
     for ours, expected in zip(two["rows"], one, strict=True):
@@ -363,7 +363,7 @@ def test_a_part_of_a_split_counts_the_tokens_of_that_part(folder):
     v = data.vocabulary
 
     class Certain(torch.nn.Module):
-        """Of the id that follows, so that the loss is the surcharge alone."""
+        """Predicts the next id perfectly, so that the loss is only that of unknown tokens."""
 
         last = None
 
@@ -507,7 +507,7 @@ def test_options_of_a_run(changes, folder, tmp_path):
 
 
 def test_the_solvers_train_alike(folder, tmp_path):
-    """The gradient is that of the stored graph up to float32's rounding, and so is what it leads to."""
+    """The gradient is that of the stored graph up to float32 rounding, and so is the trained model."""
     curves = []
     for i, changes in enumerate(({}, {"solver": "stored"}, {"state": "exact"})):
         rows = train.train(small(**changes, max_steps=2), folder, tmp_path / str(i), quiet=True)
@@ -516,7 +516,7 @@ def test_the_solvers_train_alike(folder, tmp_path):
     assert curves[2] == pytest.approx(curves[0], rel=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo inspects it
 def test_compiling_f_keeps_the_names_in_a_checkpoint(folder, tmp_path, monkeypatch):
     compile_ = torch.nn.Module.compile
     compiled = []
@@ -748,7 +748,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(folder, whole, tmp_path, capsys):
 
 
 def test_a_checkpoint_that_fills_the_disk_is_an_error(tmp_path):
-    """A write that the system itself refuses, from within torch.save."""
+    """The system refuses a write inside torch.save."""
     resource = pytest.importorskip("resource", reason="Windows has no limits of a process")
     path = tmp_path / "last.pt"
     checkpoint.save(path, {"update": 1})
