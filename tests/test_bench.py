@@ -250,9 +250,7 @@ def test_a_part_that_fails_or_times_out_on_a_gpu_does_not_stop_the_others(tmp_pa
     assert archive.name.startswith("revdeq-some-gpu-80-gb-") and str(archive) in capsys.readouterr().out
     with tarfile.open(archive) as file:
         texts = {Path(m.name).name: file.extractfile(m).read().decode() for m in file.getmembers() if m.isfile()}
-    assert (
-        texts["slow.txt"].startswith("begun\n") and "KeyboardInterrupt" in texts["slow.txt"]
-    )  # it may save first
+    assert texts["slow.txt"].startswith("begun\n") and "KeyboardInterrupt" in texts["slow.txt"]  # it may save first
     assert texts["fine.txt"] == "all is well\n"
     ended = {name: part["how"] for name, part in json.loads(texts["summary.json"])["parts"].items()}
     assert ended == {"slow": "stopped after 2 s", "broken": "failed with code 3", "fine": "passed"}
