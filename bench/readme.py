@@ -294,7 +294,10 @@ def positions(numbers):
         return [way for way in numbers.providers(case) if way.startswith(start)]
 
     rows = []
-    for label, ways in (("all positions take N steps", columns("N")), ("each position by itself", columns("tol"))):
+    for label, ways in (
+        ("all positions take N steps", columns("N")),
+        ("each position stops separately", columns("tol")),
+    ):
         rows.append([f"{label}: evaluations", *(f"{value(way, counted):.1f}" for way in ways)])
         rows.append(["perplexity", *(f"{value(way, 'perplexity'):.1f}" for way in ways)])
         for texts in (1, 8):

@@ -25,7 +25,7 @@ class Forward(NamedTuple):
 @torch.no_grad()
 def forward(f: Callable[[Tensor, int], Tensor], z0: Tensor, options: Options) -> Forward:
     """The iteration from y = z = z0. f is called with its input and the index of the evaluation. With a tolerance,
-    each example stops by itself.
+    each example stops separately.
 
     Infinite and NaN states are not detected here."""
     scheme = scheme_for(options, [z0])
@@ -52,7 +52,7 @@ def forward(f: Callable[[Tensor, int], Tensor], z0: Tensor, options: Options) ->
             continue
         norms = scheme.look(relax_norms([half_step], [out], [read], step), list(half_steps), k // 2 + 1)
         read = copy
-        rests = relative_changes(norms.double()) <= tol  # on the host; also those that rested before
+        rests = relative_changes(norms.double()) <= tol  # on the host; includes those that stopped before
         ends.masked_fill_(rests.to(ends.device) & (ends > k), k + 1)
         if rests.all():
             break

@@ -103,7 +103,7 @@ class Adjoint:
 
 class Sizes(NamedTuple):
     """Norms of the adjoints of y and z, for each tensor of the state: of the incoming gradients, and after the first
-    step. Each is multiplied by a factor. They are combined on the host, or when somebody asks: a solve launches no
+    step. Each is multiplied by a factor. They are combined on the host, or when they are read: a solve launches no
     kernels for it."""
 
     last: list[Tensor]

@@ -99,11 +99,11 @@ class Options:
             again there. 0 needs the least memory; 2 * max_steps needs the time and the memory of a stored graph.
         backward_steps: None differentiates all steps. A number k truncates the gradient to the last k steps; z0 then
             gets no gradient unless k is at least the number of steps.
-        capture: Whether to record one forward step and one backward step as CUDA graphs, with f inside, and to replay
+        capture: Whether to capture one forward step and one backward step as CUDA graphs, including f, and to replay
             them: for an f whose kernels take less time than their launches. f must be a module without hooks and random
-            numbers, and must read nothing but its arguments, parameters and buffers. The first solve with inputs of a
-            kind (shapes, dtypes, modes) runs as usual, and the second one records. Where steps cannot be recorded, on
-            the CPU for example, a warning says why, once, and the solve runs as usual.
+            numbers, and must read only its arguments, parameters and buffers. The first solve with inputs of a kind
+            (shapes, dtypes, modes) runs as usual, and the second one captures. If steps cannot be captured, on the CPU
+            for example, a warning says why, once, and the solve runs as usual.
     """
 
     beta: float = 0.5

@@ -320,7 +320,7 @@ _solve_untraced, _steps_untraced = _in_compiled_model(_solve), _in_compiled_mode
 
 
 def _break_the_graph() -> None:
-    """What the compiler says of this function is the reason that it gives where it must not break the graph."""
+    """Its message is the reason that the compiler gives if it must not break the graph."""
 
 
 _break_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -43,20 +43,20 @@ class Adjoints:
             pair.zero_()
 
     def take(self, grads: Sequence[Tensor | None], factors: tuple[float, float]) -> None:
-        """The gradients with respect to the last y and z, with a factor for each of the two."""
+        """Start from the gradients with respect to the last y and z, with a factor for each."""
         size = len(self._pairs)
         for i, (adjoint, g) in enumerate(zip([*self.of[0], *self.of[1]], grads, strict=True)):
             if g is not None:
                 scale_to(adjoint, g, factors[i // size])
 
     def norms(self) -> State:
-        """Those of y's and z's, for each tensor of the state."""
+        """The norms of the adjoints of y and z, for each tensor of the state."""
         return [torch.linalg.vector_norm(pair, dim=1) for pair in self._pairs]
 
 
 def first_factors(by_y: Any, by_z: Any, frozen: bool = False) -> tuple[float, float]:
-    """Of the gradients with respect to the last y and z, in their adjoints. The first addition to y's adjoint
-    multiplies it by a, except for frozen examples."""
+    """The factors of the gradients with respect to the last y and z in their adjoints. The first addition to y's
+    adjoint multiplies it by a, except for frozen examples."""
     return by_y.b if frozen else by_y.b / by_y.a, by_z.b
 
 

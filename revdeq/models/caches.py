@@ -4,7 +4,7 @@ Position t of evaluation k depends only on positions up to t of evaluation k - 1
 own cache, and a new token takes 2 N evaluations of one position.
 
 With a tolerance, a position comes to rest after some evaluations, and the caches of the others lack its keys and values
-until a later position needs them: it is then evaluated late, at the state in which it rests.
+until a later position needs them: it is then evaluated late, at its frozen state.
 """
 
 import torch

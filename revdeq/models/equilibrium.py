@@ -82,7 +82,7 @@ class Equilibrium(RevDEQ):
         return z
 
     def by_position(self, x: Tensor, tol: float) -> Tensor:
-        """The equilibrium of sequences, where each position stops by itself.
+        """The equilibrium of sequences, where each position stops separately.
 
         Positions are the examples of `per_example=True`: f still reads those that have stopped, in the states in which
         they rest. If f is causal, a position depends neither on later ones nor on when these stop.

@@ -44,7 +44,7 @@ class LanguageModel(EquilibriumModel, DecodingModel):
         >>> model = revdeq.models.LanguageModel(vocabulary=100, d=16, heads=2, length=32)
         >>> model(torch.randint(100, (2, 12))).shape
         torch.Size([2, 12, 100])
-        >>> model(torch.randint(100, (2, 12)), tol=0.1).shape  # each position stops by itself
+        >>> model(torch.randint(100, (2, 12)), tol=0.1).shape  # each position stops separately
         torch.Size([2, 12, 100])
     """
 
