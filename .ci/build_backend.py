@@ -1,4 +1,4 @@
-"""Builds as setuptools does, but for an editable installation, which finds the clone in a way of its own.
+"""Builds with setuptools, except for editable installations, which use our own finder.
 
 With the clone on the path, which is one of setuptools' ways, `kernels` would hide Hugging Face's package of that name.
 The finder that is another one of them comes after the current folder: in the one that holds the clone, `import revdeq`

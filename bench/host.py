@@ -176,8 +176,8 @@ def runs_in(around, make, solvers, depths):
 
 
 def in_turns(cases, budget):
-    """The results of all cases, round by round, for so many seconds, but at least one round per block. Times are scaled
-    to the machine's fastest speed."""
+    """The results of all cases, round by round, for this many seconds, but at least one round per block. Times are
+    scaled to the machine's fastest speed."""
     taken = {case: {key: [] for key in runs} for case, runs in cases.items()}
     calibration = functools.partial(of_bare, Problem(Small), CALIBRATION)
     before = fastest = sum(calibration())

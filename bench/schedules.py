@@ -3,7 +3,7 @@
     python bench/schedules.py DIR        # holds wikitext-2, gpt2 and CIFAR-10; an hour of one core, can be interrupted
     python bench/schedules.py            # only prints the table of the existing rows
 
-constant: beta .8 and gamma 1, as in the presets. schedule: found anew for every half-step, at the beginning and halfway
+constant: beta .8 and gamma 1, as in the presets. schedule: searched for every half-step, at the beginning and halfway
 through. learnt: a pair for every half-step, parameters like all others. Each is trained with two learning rates and
 three seeds; the table has the rate with the better mean loss.
 """

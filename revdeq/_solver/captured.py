@@ -199,7 +199,7 @@ class Steps:
         return values, states, spilled
 
     def _spilling(self, steps: int) -> Iterator[bool]:
-        """Whether each of so many steps spills remainders."""
+        """Whether each of this many steps spills remainders."""
         plan = Plan([self.scheme.step] * steps) if self._is_exact else None
         return (plan is not None and plan.spills_before(n) for n in range(steps))
 

@@ -116,7 +116,7 @@ class Settings:
 
 class WithoutBenchmark:
     """Context manager around evaluations of f: cuDNN's algorithms are not chosen by trying them. Each thread keeps what
-    it found, and the backward pass of a GPU has a thread of its own, so that f could compute other bits there."""
+    it found, and the backward pass of a GPU has a separate thread, so that f could compute other bits there."""
 
     __slots__ = ("_was",)
 

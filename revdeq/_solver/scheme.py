@@ -46,7 +46,7 @@ class Scheme(abc.ABC):
         return 0.0
 
     def spills(self, which: int, steps: int) -> int:
-        """How often y (0) or z (1) spills its remainders in so many steps; with a schedule the two differ."""
+        """How often y (0) or z (1) spills its remainders in this many steps; with a schedule the two differ."""
         return 0
 
     def at(self, k: int) -> Any:

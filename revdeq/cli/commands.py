@@ -136,7 +136,7 @@ def evaluate(parser: argparse.ArgumentParser) -> Run:
     _data_options(parser)
     _block_option(parser)
     parser.add_argument("--split", default="test", help="test (default) or valid")
-    parser.add_argument("--batches", type=int, help="evaluate only on the first so many batches (default: all)")
+    parser.add_argument("--batches", type=int, help="the number of batches to evaluate on (default: all)")
     _settings_option(parser, "override a setting of the training, for example max_steps=80")
 
     def run(arguments: argparse.Namespace) -> int:

@@ -101,7 +101,7 @@ class Caches:
         self.resting = Cache(self)
 
     def advance(self, count: int) -> None:
-        """Prepare for the evaluation of so many more positions."""
+        """Prepare for the evaluation of this many more positions."""
         self._look_at(self.end, self.end + count)
 
     def _look_at(self, begin: int, end: int) -> None:

@@ -137,7 +137,7 @@ class Equilibrium(RevDEQ):
         return z
 
     def _evaluated(self, z: Tensor, x: Tensor, k: int, **cache: Cache) -> Tensor:
-        """f, without what it returns beside its state."""
+        """f, without its auxiliary output."""
         out = self.f(z, x, **cache, **({"evaluation": k} if self.indexed else {}))
         return out[0] if self.aux else out
 

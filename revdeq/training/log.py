@@ -1,4 +1,4 @@
-"""Where the metrics of a training go beside metrics.csv."""
+"""Loggers for the metrics of a training, in addition to metrics.csv."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -69,7 +69,7 @@ class Training:
         autocast: None, "bfloat16" or "float16" (with a scaled loss).
         compile: Whether to compile f.
         seed: For the initial parameters, the order of the data, augmentation and dropout.
-        evaluation_batches: Evaluate only on the first so many batches of a split; None uses all.
+        evaluation_batches: The number of batches of a split to evaluate on; None uses all.
         log_every: The number of updates between rows of metrics; each row has their mean loss.
         evaluate_every: The number of updates between evaluations; None is an epoch.
         save_every: The number of updates between checkpoints; every evaluation saves one, too.

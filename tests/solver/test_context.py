@@ -250,7 +250,7 @@ PRECISION = """
     def f(z, x):
         seen.append(read())
         return 0.5 * z + x
-    revdeq._device.used_gpus = lambda: ["cuda"]  # where none is, settings of GPUs are not looked at
+    revdeq._device.used_gpus = lambda: ["cuda"]  # without one, settings of GPUs are not checked
     x = torch.ones(3, requires_grad=True)
     for name in names:
         exec(f"b.{{name}}.fp32_precision = {value!r}")

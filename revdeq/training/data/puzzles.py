@@ -104,8 +104,8 @@ class Mazes(Puzzles):
 
     Args:
         cells: k.
-        longest_of: In training, the longest of so many random paths is used, because long paths are rare in small mazes
-            but needed to generalize to larger ones. Evaluations use one random path.
+        longest_of: In training, the longest of this many random paths is used, because long paths are rare in small
+            mazes but needed to generalize to larger ones. Evaluations use one random path.
 
     Example:
         >>> puzzles = revdeq.training.data.Mazes(cells=4)
