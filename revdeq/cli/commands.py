@@ -162,7 +162,7 @@ def evaluate(parser: argparse.ArgumentParser) -> Run:
         line = f"{preset.name} at update {trained.update:,}, {arguments.split}: {dataset.metric.name} "
         line += f"{score.metric:.4f}, loss {score.loss:.4f} ({score.targets:,} {dataset.unit})"
         if score.evaluations is not None:
-            line += f", {score.evaluations:g} evaluations of f, residual {score.residual:.1e}"
+            line += f", {score.evaluations:g} evaluations of f, change {score.residual:.1e}"
         print(line)
         return 0
 

@@ -25,7 +25,7 @@ class Score(NamedTuple):
         metric: The accuracy, the perplexity, or the data set's own metric.
         targets: The number of targets.
         evaluations: The mean number of evaluations of f per example; None for an explicit model.
-        residual: The mean residual; None for an explicit model.
+        residual: The mean of `Solution.change`; None for an explicit model.
 
     Example:
         >>> revdeq.training.Score(loss=0.5, metric=0.8, targets=100, evaluations=8.0, residual=1e-3).metric

@@ -131,7 +131,7 @@ class Progress:
             self.evaluated = f"{self.metric} {row['metric']:.4g}"
         parts = [f"loss {row['loss']:.4f}", self.evaluated]
         if row["evaluations"] != "":
-            parts.append(f"{row['evaluations']:g} evaluations, residual {row['residual']:.1e}")
+            parts.append(f"{row['evaluations']:g} evaluations, change {row['residual']:.1e}")
         parts += [f"{row['per_second']:,.0f} {self.unit}/s", f"{row['peak_memory_mib']:,.0f} MiB"]
         text = ", ".join(part for part in parts if part)
         if self.terminal:

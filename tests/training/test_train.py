@@ -131,7 +131,7 @@ def test_a_run_learns_and_writes_its_files(name, folder, tmp_path, capsys):
     assert best["metric"] == (max if name == "cifar10-tiny" else min)(evaluated)
     lines = capsys.readouterr().out
     assert "accuracy" in lines if name == "cifar10-tiny" else "perplexity" in lines
-    for said in (f"{name}: {config['parameters']:,} parameters", "evaluations, residual", "/s, ", " MiB"):
+    for said in (f"{name}: {config['parameters']:,} parameters", "evaluations, change", "/s, ", " MiB"):
         assert said in lines
     assert (tmp_path / "run/metrics.png").read_bytes().startswith(b"\x89PNG")
 
@@ -334,7 +334,7 @@ def test_evaluate_gives_the_metrics_of_the_training(folder, tmp_path, monkeypatc
         assert command(monkeypatch, "evaluate", last, "--data", folder, "--split", "valid") == 0
         said = capsys.readouterr().out
         assert f"valid: {metric} {rows[-1]['metric']:.4f}" in said
-        assert "evaluations of f, residual" in said
+        assert "evaluations of f, change" in said
 
 
 def test_perplexity_of_a_restricted_vocabulary_is_that_of_all_tokens(folder):
