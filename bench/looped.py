@@ -192,8 +192,7 @@ class Sudoku:
 
 
 class HierarchicalSudoku(Sudoku):
-    """HRM. With rotary positions, attention would have to find out which of 16 cells in a row are a box: it has solved
-    nothing after 150 updates, and with learned positions most after 800."""
+    """HRM, with learned positions. It learns more slowly than TRM: most sudokus are solved after 800 updates."""
 
     positions, updates = "learned", (200, 400, 600, 800)
     learnt = OWN, "stored graph of their loop", "reversible, gamma .25"
