@@ -316,7 +316,22 @@ def _in_compiled_model(run: Callable[..., Any]) -> Callable[..., Any]:
     return untraced(saying_so)
 
 
-_solve_untraced, _steps_untraced = _in_compiled_model(_solve), _in_compiled_model(_steps)
+class _Untraced:
+    """An iterator whose steps are not traced either: a compiled model calls them after the graph break."""
+
+    def __init__(self, steps: Iterator[Solution]) -> None:
+        self._steps = steps
+
+    def __iter__(self) -> Iterator[Solution]:
+        return self
+
+    def __next__(self) -> Solution:
+        return _next(self._steps)
+
+
+_next = untraced(lambda steps: next(steps))
+_solve_untraced = _in_compiled_model(_solve)
+_steps_untraced = _in_compiled_model(lambda given: _Untraced(_steps(given)))
 
 
 def _break_the_graph() -> None:

@@ -95,9 +95,12 @@ def test_the_number_of_threads_does_not_change_the_bits(operation, step):
         torch.set_num_threads(before)
 
 
-@STEPS
+PAIRS = [(STEP, *pair) for pair in itertools.product(DTYPES, DTYPES)] + [(MIXED, x, x) for x in DTYPES]
+"""Coefficients, and dtypes of f and of what it reads: dtypes are converted by the same code for both coefficients."""
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize(("f_dtype", "copy_dtype"), [*itertools.product(DTYPES, DTYPES)])
+@pytest.mark.parametrize(("step", "f_dtype", "copy_dtype"), PAIRS)
 def test_bits_equal_the_reference_for_every_pair_of_dtypes(half_step, operation, f_dtype, copy_dtype, step):
     half_step, device = half_step
     case = tensors((2 * CHUNK + 131,), f_dtype, copy_dtype, device)
@@ -138,9 +141,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("f_layout", LAYOUTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@STEPS
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_layouts_do_not_change_the_values(half_step, operation, layout, f_layout, step):
+def test_layouts_do_not_change_the_values(half_step, operation, layout, f_layout, step=MIXED):
     half_step, device = half_step
     case = tensors((3, 5, 7, 11), torch.float32, torch.float32, device)
     expected = run(reference.HalfStep, operation, *case, step)
