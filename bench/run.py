@@ -1,6 +1,6 @@
 """Runs all benchmarks. Writes a table (results.csv), plots and a description of the machine to bench/results/<device>/.
 
-make bench                 # all of it: under ten minutes on two cores
+make bench                 # all of it: half an hour on two cores
 make bench ONLY=update     # one of update, launch, host, step, breakdown, predict, convergence, decode,
                            # examples, positions
 make bench QUICK=1         # a minute, into a separate table (quick.csv)
