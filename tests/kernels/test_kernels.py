@@ -111,7 +111,7 @@ def test_bits_equal_the_reference_for_every_pair_of_dtypes(half_step, operation,
 
 @STEPS
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("n", [0, 1, 2, 3, 17, 255, 256, 257, CHUNK - 1, CHUNK, CHUNK + 1, 40_001])
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 17, 255, 256, 257, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
 def test_bits_equal_the_reference_for_every_size(half_step, operation, n, step):
     half_step, device = half_step
     case = tensors((n,), torch.float32, torch.float32, device)
@@ -183,6 +183,7 @@ def test_conversions_round_as_torch_does(half_step):
     """Every bit pattern of the 16-bit dtypes goes in, and every halfway case between two of them comes out."""
     half_step, device = half_step
     half = Coefficients.rounded(0.5)
+    stride = 8 if device.type == "cpu" and half_step is not cpu.HalfStep else 1  # Triton's interpreter is slow
     for dtype in (torch.float16, torch.bfloat16):
         every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
         state = torch.zeros(every.shape, dtype=torch.float64, device=device)
@@ -190,7 +191,7 @@ def test_conversions_round_as_torch_does(half_step):
         same_bits(state, 0.5 * torch.zeros_like(state) + 0.5 * every.double())
         finite = every[every.isfinite()].double().sort().values
         between = torch.cat([(finite[1:] + finite[:-1]) / 2 * (1 + s * 2.0**-30) for s in (-1, 0, 1)])
-        between = torch.cat([between, finite.max() * torch.tensor([1.001, 1.01, 1e6], device=device)])
+        between = torch.cat([between[::stride], finite.max() * torch.tensor([1.001, 1.01, 1e6], device=device)])
         copy = torch.empty(between.shape, dtype=dtype, device=device)
         half_step(between * 2, copy).relax(torch.zeros_like(between), None, half)
         same_bits(copy, between.to(dtype))
