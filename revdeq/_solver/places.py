@@ -238,14 +238,19 @@ class Places:
         self.filled.setdefault(k, Filled(None)).outputs = [x.detach() for x in outputs]
 
     def empty(self, k: int, only: torch.device | None = None) -> None:
-        """Empty the places, or those of one device: nodes on another device may run later."""
-        filled, self.now = self.filled.pop(k, None), (0, [])
+        """Empty the places, or those of one device: nodes on another device run in another thread, now or later, and
+        find theirs at any moment."""
+        filled, self.now = self.filled.get(k), (0, [])
         if filled is None:
             return
-        others = [x if isinstance(x, Tensor) and x.device != only else None for x in filled.tensors] if only else []
-        filled.tensors.clear()  # the hook still refers to the list
-        if others:
-            filled.tensors, filled.outputs, self.filled[k] = others, None, filled
+        if only is not None:
+            filled.outputs = None
+            for i, x in enumerate(filled.tensors):
+                if not isinstance(x, Tensor) or x.device == only:
+                    filled.tensors[i] = None
+        else:
+            del self.filled[k]
+            filled.tensors.clear()  # the hook still refers to the list
 
     def note_shapes(self, k: int) -> None:
         """Mark this evaluation as not differentiated."""

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 import revdeq
 from revdeq import _device
 from revdeq._solver import deferred, monitor
+from revdeq._solver.places import Filled, Places
 from revdeq.baselines import stored_graph
 
 STATES = ("float64", "exact")
@@ -417,6 +418,17 @@ def test_memory_is_measured_by_the_devices_allocator():
 
     assert _device.peak_memory(run, DEVICE) == 4000
     assert _device.allocated(DEVICE) >= 4000 and _device.allocated(torch.device("cpu")) is None
+
+
+def test_saved_tensors_of_another_device_are_there_at_any_moment():
+    """Another thread may be about to read them."""
+    places, filled = Places(), Filled(None)
+    places.filled[3] = filled
+    tensors, here, there = filled.tensors, torch.zeros(2, device="meta"), torch.zeros(2)
+    filled.append(here), filled.append(there)
+    places.empty(3, only=here.device)
+    assert places.filled[3] is filled and filled.tensors is tensors
+    assert tensors[0] is None and tensors[1] is there
 
 
 @pytest.mark.parametrize("state", STATES)
