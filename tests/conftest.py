@@ -1,3 +1,4 @@
+import dataclasses
 import importlib
 import importlib.util
 import os
@@ -189,6 +190,7 @@ def interpreted(original: ModuleType) -> ModuleType:
 def interpreted_gpu_module() -> ModuleType:
     if f"{backends.gpu.__name__}_interpreted" not in sys.modules:
         _convert_bfloat16_as_a_gpu_does()
+        _interpret_faster()
     module = interpreted(backends.gpu)
     module.passes = interpreted(backends.gpu.passes)
     return module
@@ -216,6 +218,16 @@ def _convert_bfloat16_as_a_gpu_does() -> None:
         return convert(x, source, target, mode)
 
     interpreter._convert_float = exact
+
+
+def _interpret_faster() -> None:
+    """A launch replaces all functions of Triton's language, and the interpreter repeats this in each function that a
+    kernel calls. It also looks for overflows of integers, which compiled kernels do not. Both take most of its time."""
+    from triton.runtime import interpreter
+
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def _chosen(backend, in_c, on_gpu, interpreted_module):

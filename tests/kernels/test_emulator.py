@@ -111,6 +111,7 @@ def test_a_multiply_add_is_rounded_once(dtype):
     a[1500:1600], b[1500:1600] = one_and_a_half_ulps, one_and_a_half_ulps
     c[1500:1600] = np.ldexp(generator.choice([-1, 1], 100), generator.integers(-60, 60, 100)).astype(dtype)
     a[1600:1700], b[1600:1700] = np.finfo(dtype).max, 1 + 2.0**-20
+    c[1700:1900] = np.ldexp((a * b)[1700:1900], generator.choice([-52, -53, -54, 52, 53, 54, -250, 250], 200))
 
     def rounded(x):
         if x == 0:

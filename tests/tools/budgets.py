@@ -42,7 +42,7 @@ invert_adjoint, f in float64    8+8+8+8       8+8+8    -     -      8/16   2/5  
 invert_adjoint, f in bfloat16   8+2+4+2       8+2+4    -     -      7/15   2/5                     48       48       48       48       48       48       48       48       48       64       64       48       64       64       64
 invert_adjoint, gamma           8+4+4+4+4+4   8+4+4    -     -      10/18  2/5                     48       48       48       48       48       48       48       48       48       56       56       56       64       64       64
 invert_adjoint, small           8+4+4+4       8+4+4    -     -      7/15   2/5                     40       40       40       40       40       40       40       40       40       32       32       32       32       32       32
-invert_adjoint, seed            8+4+4+4       8+4+4+2  -     -      7/15   2/5                     48       48       48       48       48       48       48       48       48       56       56       56       64       64       64
+invert_adjoint, seed            8+4+4+4       8+4+4+4  -     -      7/15   2/5                     48       48       48       48       48       48       48       48       48       56       56       56       64       64       64
 invert_compare                  8+4+4+4+4     4        4     -      10/18  7/10                    64       56       56       56       56       64       64       64       64       64       64       64       56       56       56
 exact encode                    4             8        -     4      0      0                       32       24       24       24       24       24       24       24       24       40       40       40       32       32       32
 exact decode                    8             4        -     -      0      0                       24       24       24       24       24       24       24       24       24       24       24       24       16       16       16
@@ -56,7 +56,7 @@ exact invert_adjoint            8+4+4+4       8+4+4    -     -      0      0    
 exact invert_adjoint, spill     8+4+4+4+4     8+4+4    -     -      0      0                       48       40       40       40       40       40       40       40       40       40       40       40       56       56       56
 exact invert_adjoint, gamma     8+4+4+4+4+4   8+4+4    -     -      0      0                       56       40       40       40       40       48       48       40       40       48       48       48       64       56       56
 exact invert_adjoint, small     8+4+4+4       8+4+4    -     -      0      0                       32       32       40       40       32       32       32       40       40       24       24       24       32       32       32
-exact invert_adjoint, seed      8+4+4+4       8+4+4+2  -     -      0      0                       56       40       40       40       40       40       40       40       40       48       48       48       56       56       56
+exact invert_adjoint, seed      8+4+4+4       8+4+4+4  -     -      0      0                       56       40       40       40       40       40       40       40       40       48       48       48       56       56       56
 exact invert_compare            8+4+4+4+4     4        4     -      0      5                       56       48       48       48       48       48       48       48       48       64       64       64       64       64       64
 """  # noqa: E501
 
@@ -130,7 +130,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "invert_adjoint, f in bfloat16": functools.partial(float64_state, "invert_adjoint", torch.bfloat16),
     "invert_adjoint, gamma": functools.partial(float64_state, "invert_adjoint", gamma=1.3),
     "invert_adjoint, small": functools.partial(float64_state, "invert_adjoint", n=FEW),
-    "invert_adjoint, seed": functools.partial(float64_state, "invert_adjoint", seed=zeros(torch.bfloat16)),
+    "invert_adjoint, seed": functools.partial(float64_state, "invert_adjoint", seed=zeros(torch.float32)),
     "invert_compare": functools.partial(float64_state, "invert_compare"),
     "exact encode": lambda: backends.gpu_exact.HalfStep.encoded(*[zeros(torch.float32)] * 2, RADIX),
     "exact decode": lambda: backends.gpu_exact.HalfStep.decoded(zeros(torch.int64), torch.float32, RADIX),
@@ -144,7 +144,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "exact invert_adjoint, spill": functools.partial(exact_state, "invert_adjoint", spill=True),
     "exact invert_adjoint, gamma": functools.partial(exact_state, "invert_adjoint", gamma=1.3),
     "exact invert_adjoint, small": functools.partial(exact_state, "invert_adjoint", n=FEW),
-    "exact invert_adjoint, seed": functools.partial(exact_state, "invert_adjoint", seed=zeros(torch.bfloat16)),
+    "exact invert_adjoint, seed": functools.partial(exact_state, "invert_adjoint", seed=zeros(torch.float32)),
     "exact invert_compare": functools.partial(exact_state, "invert_compare"),
 }
 

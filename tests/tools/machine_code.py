@@ -62,9 +62,9 @@ class Instruction:
         return sum(bool(re.match(r"DFMA|FFMA|v_(pk_|dual_)?(fma|mad|mac)\w*_f\d\d", half.strip())) for half in halves)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def text_of(kernel):
-    """The machine code and resource usage of a kernel, as text."""
+    """The machine code and resource usage of a kernel, as text. The disassembler takes half a second."""
     if "amdgcn" in kernel.asm:
         return kernel.asm["amdgcn"]
     import triton

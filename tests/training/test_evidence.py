@@ -103,7 +103,7 @@ def test_stale_rows_are_refused(change, tmp_path):
 
 @pytest.fixture
 def tiny(monkeypatch):
-    settings = {"channels": 4, "batch": 2, "log_every": 1, "evaluate_every": 2}
+    settings = {"channels": 4, "batch": 100, "log_every": 1, "evaluate_every": 2}  # 500 puzzles are evaluated
     two = {"few": {"max_steps": 2}, "many": {"max_steps": 40}}
     study = evidence.Study("prefix-tiny", 2, settings, two, size="bits", sizes=(4, 6), depths=(2, 3))
     monkeypatch.setitem(evidence.STUDIES, "tiny", study)

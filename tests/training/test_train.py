@@ -109,6 +109,7 @@ def assert_same_run(one, other):
     assert equal(*rows) and len(rows[0]) > 2
 
 
+@pytest.mark.usefixtures("with_pictures")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_learns_and_writes_its_files(name, folder, tmp_path, capsys):
     more = {"epochs": 4, "lr": 0.01} if name == "cifar10-tiny" else {"updates": 30, "lr": 0.02}
@@ -277,7 +278,7 @@ def wait_for(path, child, seconds=120):
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_a_killed_run_resumes_bit_for_bit(folder, tmp_path, capsys):
-    settings = {**IMAGES, "epochs": 12}
+    settings = {**IMAGES, "epochs": 8}
     train.train(configured("cifar10-tiny", settings), folder, tmp_path / "whole", quiet=True)
     arguments = [
         "train",
@@ -294,7 +295,7 @@ def test_a_killed_run_resumes_bit_for_bit(folder, tmp_path, capsys):
         (tmp_path / "run/config.json").unlink(missing_ok=True)  # rewritten when training starts
         wait_for(tmp_path / "run/config.json", child)
         wait_for(tmp_path / "run/last.pt", child)
-        time.sleep(random.uniform(0, 0.3))
+        time.sleep(random.uniform(0, 0.1))
         child.send_signal(number)
         _, errors = child.communicate()
         if child.returncode != 0:  # it may have been faster

@@ -35,8 +35,9 @@ def _find(name: str) -> tuple[Callable, tuple[str, ...]] | None:
 
 
 def _high_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    bits = 8 * a.itemsize
-    return np.array([x * y >> bits for x, y in zip(a.tolist(), b.tolist(), strict=True)], a.dtype)
+    if a.itemsize == 4:
+        return (a.astype(np.uint64) * b >> 32).astype(np.uint32)
+    return np.array([x * y >> 64 for x, y in zip(a.tolist(), b.tolist(), strict=True)], np.uint64)
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -193,7 +194,7 @@ def _move(machine, operands, threads, kind):
 
 def _part(machine, operand: str, bits: int, threads: np.ndarray) -> np.ndarray:
     """A part of a vector. Undefined registers are all ones, NaN as a float, so that it shows if they are used."""
-    if operand in machine.undefined:
+    if operand in machine.program.undefined:
         return np.full(threads.size, (1 << bits) - 1, f"u{bits // 8}")
     return machine.read(operand, f"b{bits}", threads)
 
@@ -204,7 +205,7 @@ def _load_parameter(machine, operands, threads, kind):
     wide = DTYPES[kind[0] + machine.program.registers[to][1:]]
     places, values = _addresses(machine, source, threads), np.empty(threads.size, wide)
     names = {place: name for name, place in machine.places.items()}
-    for place in np.unique(places):
+    for place in set(places.tolist()):
         if place not in names:
             raise EmulationError(f"{source} is not a parameter")
         value = machine.parameters[names[place]]

@@ -1,12 +1,13 @@
 """Threads, their registers and their program counters."""
 
+import functools
 import re
 
 import numpy as np
 
 from .instructions import DTYPES, execute, is_known
 from .memory import Memory
-from .parse import EmulationError, Program, elements
+from .parse import EmulationError, Program
 
 PARAMETERS = 1 << 60
 """The address of the first parameter. Parameters have their own address space."""
@@ -34,12 +35,10 @@ class Machine:
             for (name, kind), value in zip(program.parameters.items(), padded, strict=True)
         }
         self.places = {name: PARAMETERS + 8 * i for i, name in enumerate(self.parameters)}
-        self.values = {name: np.zeros(everyone.size, _bits(DTYPES[kind])) for name, kind in program.registers.items()}
-        self.written = {name: np.zeros(everyone.size, bool) for name in program.registers}
+        self.values: dict[str, np.ndarray] = {}
+        self.unwritten: dict[str, np.ndarray] = {}
+        """Which threads have not written to a register that others have written to."""
         self._everyone = everyone
-        results = {x for i in program.instructions if i.operands for x in elements(i.operands[0])}
-        self.undefined = program.registers.keys() - results
-        """Registers that are never written. The compiler uses them for unused halves of a pair."""
 
     def run(self) -> None:
         """Threads at the lowest program counter run first, so that diverged threads converge again."""
@@ -76,12 +75,13 @@ class Machine:
     def read(self, operand: str, kind: str, threads: np.ndarray) -> np.ndarray:
         """The value of an operand, as this type, for these threads."""
         dtype = DTYPES[kind]
-        if operand in self.values:
-            if not self.written[operand][threads].all():
+        if operand in self.program.registers:
+            if operand not in self.values or (operand in self.unwritten and self.unwritten[operand][threads].any()):
                 raise EmulationError(f"register {operand} is read before it is written")
-            if self.values[operand].itemsize != dtype.itemsize:
+            values = self.values[operand]
+            if values.itemsize != dtype.itemsize:
                 raise EmulationError(f"register {operand} is not of the size of {kind}")
-            return self.values[operand][threads].view(dtype)
+            return (values if self._are_all(threads) else values[threads]).view(dtype)
         if operand in self.places:
             return np.full(threads.size, self.places[operand], np.uint64).view(dtype)
         if operand in self.special:
@@ -91,12 +91,25 @@ class Machine:
     def write(self, register: str, value: np.ndarray, threads: np.ndarray) -> None:
         if register == "_":  # discarded
             return
-        if register not in self.values:
+        if register not in self.program.registers:
             raise EmulationError(f"{register} is not a register")
-        if self.values[register].itemsize != value.itemsize:
+        dtype = _bits(DTYPES[self.program.registers[register]])
+        if dtype.itemsize != value.itemsize:
             raise EmulationError(f"register {register} is not of the size of what is written to it")
-        self.values[register][threads] = value.view(self.values[register].dtype)
-        self.written[register][threads] = True
+        if self._are_all(threads):  # values are never changed in place, so that registers may share them
+            self.values[register] = value.view(dtype)
+            self.unwritten.pop(register, None)
+            return
+        if register not in self.values:
+            self.unwritten[register] = np.ones(self._everyone.size, bool)
+        before = self.values.get(register)
+        self.values[register] = np.zeros(self._everyone.size, dtype) if before is None else before.copy()
+        self.values[register][threads] = value.view(dtype)
+        if register in self.unwritten:
+            self.unwritten[register][threads] = False
+
+    def _are_all(self, threads: np.ndarray) -> bool:
+        return threads.size == self._everyone.size
 
 
 def _parameter(value: int | float, dtype: np.dtype) -> np.ndarray:
@@ -110,6 +123,7 @@ def _bits(dtype: np.dtype) -> np.dtype:
     return dtype if dtype.kind == "b" else np.dtype(f"u{dtype.itemsize}")
 
 
+@functools.cache
 def _constant(text: str, dtype: np.dtype) -> np.generic:
     """0f3F800000 and 0d3FF0000000000000 are the bits of a float; everything else is an integer."""
     if match := re.fullmatch(r"0[fd]([0-9A-Fa-f]{8}|[0-9A-Fa-f]{16})|(-?\d+)|0x([0-9A-Fa-f]+)", text):

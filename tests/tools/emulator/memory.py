@@ -50,7 +50,7 @@ class Memory:
             shared = (allocation.reader[places] != who) | ((earlier != NOBODY) & (earlier != who))
             allocation.reader[places[shared]] = SEVERAL
             values[here] = allocation.data[_bytes(offsets, size * count)].view(values.dtype)
-        return list(values.T)
+        return list(np.ascontiguousarray(values.T))
 
     def store(self, addresses: np.ndarray, threads: np.ndarray, values: list[np.ndarray]) -> None:
         data = np.stack(values, axis=1)
@@ -68,7 +68,7 @@ class Memory:
     def _find(self, addresses: np.ndarray, width: int):
         """For each accessed allocation: the allocation, the indices of its threads, and their offsets."""
         numbers = (addresses >> np.uint64(APART)).astype(np.int64) - 1
-        for number in np.unique(numbers):
+        for number in sorted(set(numbers.tolist())):
             here = np.flatnonzero(numbers == number)
             if not 0 <= number < len(self.allocations):
                 raise EmulationError(f"out of bounds: an access to {addresses[here[0]]:#x}, which is not allocated")

@@ -1,5 +1,6 @@
 """Parses PTX."""
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -28,6 +29,12 @@ class Program:
     registers: dict[str, str]
     instructions: list[Instruction]
     labels: dict[str, int]
+
+    @functools.cached_property
+    def undefined(self) -> set[str]:
+        """Registers that are never written. The compiler uses them for unused halves of a pair."""
+        results = {x for i in self.instructions if i.operands for x in elements(i.operands[0])}
+        return self.registers.keys() - results
 
 
 def parse(ptx: str) -> Program:
