@@ -8,13 +8,13 @@ One half-step of the reversible iteration (equation 5 of the paper, with a secon
 in float64, each operation rounded once: no multiply-add is contracted. Where c = 0, t = b f. `copy` receives the
 new state in the dtype that f reads; like `Tensor.to`, this rounds to float32 before bfloat16 or float16.
 
-The backward pass also updates an adjoint (Algorithm 1). It is stored multiplied by b, so that its buffer is the seed of
-the next vector-Jacobian product, and it is computed in its own precision, from left to right:
+The backward pass also updates an adjoint (Algorithm 1). It is stored multiplied by b, like the seed of the next
+vector-Jacobian product, and it is computed in its own precision, from left to right:
 
     adjoint = a adjoint + b vjp + c other
 
-where `other` is the adjoint of the other state, the seed of that product. If f returns another dtype than the
-adjoint's, `seed` receives the adjoint in that dtype, rounded like the copy.
+where `other` is the adjoint of the other state. `seed`, if it is given, receives the adjoint in its own dtype, rounded
+like the copy.
 
 If examples take different numbers of half-steps, those that have ended are frozen: see `HalfStep.each`.
 

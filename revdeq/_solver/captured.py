@@ -26,10 +26,11 @@ from .. import _device
 from ..kernels.half_step import layout
 from ..kernels.radix import Plan
 from .monitor import Sizes, call_site, typical_magnitudes
+from .nodes import backward, leaves_behind, refuse_other_derivatives
 from .options import Options
-from .scheme import Integers
+from .scheme import Integers, relax, relax_norms
 from .state import State, dense, flattened, structured
-from .tape import End, Tape, backward, refuse_other_derivatives, relax, relax_norms
+from .tape import End, Tape
 from .way_back import Adjoints, first_factors, initial_grads, room_for_maxima
 
 MOST = 8
@@ -332,15 +333,9 @@ class Steps:
             outputs = self._evaluate(leaves)
         if not any(x.requires_grad for x in outputs):
             raise RuntimeError("f depends on nothing that requires a gradient")
-        known, seen, left = {id(x) for x in (*leaves, *self._inputs)}, set(), [x.grad_fn for x in outputs]
-        while left:
-            node = left.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if hasattr(node, "variable") and id(node.variable) not in known:
-                raise RuntimeError("f depends on a tensor that is neither an argument nor a parameter of f: pass it")
-            left += [following for following, _ in node.next_functions]
+        known = {id(x) for x in (*leaves, *self._inputs)}
+        if any(id(x) not in known for x in leaves_behind(outputs)):
+            raise RuntimeError("f depends on a tensor that is neither an argument nor a parameter of f: pass it")
 
 
 class _Solve(torch.autograd.Function):

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .norms import relative_changes
 from .options import Options
-from .scheme import scheme_for
+from .scheme import relax_norms, scheme_for
 from .state import laid_out_like
-from .tape import relative_changes, relax_norms
 
 
 class Forward(NamedTuple):

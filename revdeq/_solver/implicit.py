@@ -19,11 +19,14 @@ from torch import Tensor
 from .. import kernels
 from .call import as_before
 from .context import OnceMore
+from .nodes import backward, refuse_other_derivatives
+from .norms import norm
 from .places import Filled
 from .private import graph_is_kept, not_refusing_to_overwrite
+from .scheme import relax, relax_norms
 from .state import State, dense
-from .tape import Tape, backward, refuse_other_derivatives, relax, relax_norms
-from .way_back import no_leaf, norm, scaled
+from .tape import Tape
+from .way_back import no_leaf, scaled
 
 
 class Implicit(torch.autograd.Function):

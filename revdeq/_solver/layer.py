@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from .monitor import Adjoint
+from .norms import relative_changes
 from .options import NAMES, Options, documented, options_from, with_options
 from .schedule import CLOSEST_TO_1, inside
 from .scheme import radix_of
 from .solve import Solution, checked_f, renamed, solve, steps
-from .tape import relative_changes
 from .tune import OPTIONS, Tuning, tune
 from .unrolled import is_traced
 

@@ -90,15 +90,15 @@ class Options:
             once per calling line, "raise", or None to skip the check. On the CPU this happens at the end of the
             backward pass; on other devices, without synchronizing, at a later call of `solve` or at exit. During CUDA
             graph capture nothing is checked. With gradient="implicit", the check is whether z is still as close to f(z)
-            as it was, and whether the adjoint converged. If `backward_steps` stops before z0, z is compared there,
-            unless there is a `tol`.
+            as it was, and whether the adjoint converged. If `backward_steps` stops before z0, z is compared there.
         gradient: "exact" is the gradient of the iteration that ran. "implicit" is that of the fixed point, as in
             classical equilibrium models: the adjoint equation is solved at the last state, with the same beta, gamma,
             max_steps and tol. It is faster, wrong if the iteration has not converged, and z0 gets no gradient.
         keep: The number of last evaluations whose graphs are stored, so that the backward pass does not evaluate f
             again there. 0 needs the least memory; 2 * max_steps needs the time and the memory of a stored graph.
         backward_steps: None differentiates all steps. A number k truncates the gradient to the last k steps; z0 then
-            gets no gradient unless k is at least the number of steps.
+            gets no gradient unless k is at least the number of steps. With a `tol`, the states of the last k steps are
+            stored until it is known where the iteration ends, and these steps are then taken again.
         capture: Whether to capture one forward step and one backward step as CUDA graphs, including f, and to replay
             them: for an f whose kernels take less time than their launches. f must be a module without hooks and random
             numbers, and must read only its arguments, parameters and buffers. The first solve with inputs of a kind

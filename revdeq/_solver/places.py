@@ -9,7 +9,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,13 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from .. import _device
 from .context import untraced
 from .monitor import ReconstructionError
-from .private import remove_saved_tensor_hooks, saved_tensor_hooks
 from .state import State
 
 if TYPE_CHECKING:
     from .tape import Tape
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation inside f: a tensor "
@@ -105,43 +102,46 @@ _unpack_untraced = untraced(_unpack)
 
 class Within:
     """Context manager around evaluations of f: installs the saved-tensor hooks, and the function that finds a place for
-    the tape of a solve inside f."""
+    the tape of a solve inside f.
 
-    __slots__ = ("_around", "_hooks", "_own")
+    count: a function that increases by the same number in every call, and by more if a tensor was packed.
+    """
 
-    def __init__(self, home: Home, pack: Callable[[Any], Any], unpack: Callable[[Any], Any], hold: Any) -> None:
-        self._hooks, self._own = saved_tensors_hooks(pack, unpack), (home, hold)
+    __slots__ = ("_around", "_count", "_hooks", "_own")
+
+    def __init__(
+        self,
+        home: Home,
+        pack: Callable[[Any], Any],
+        unpack: Callable[[Any], Any],
+        hold: Callable[[Any], int],
+        count: Callable[[], int],
+    ) -> None:
+        self._hooks, self._own, self._count = saved_tensors_hooks(pack, unpack), (home, hold), count
+        self._around = _thread.around
 
     def __enter__(self) -> None:
-        self._around, _thread.around = _thread.around, self._own
+        _thread.around = self._own
         self._hooks.__enter__()
 
     def __exit__(self, *exception: object) -> None:
         self._hooks.__exit__()
         _thread.around = self._around
 
-
-def leaving_no_hooks(function: F) -> F:
-    """Decorator: after an exception, the saved-tensor hooks are those of before. An interrupt (Ctrl-C) may come when
-    `__exit__` has begun and has not yet removed ours."""
-
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
-        around, hooks = _thread.around, saved_tensor_hooks()
-        try:
-            return function(*args)
-        except BaseException:
-            _thread.around = around
-            _leave_only(hooks)
-            raise
-
-    return run  # type: ignore[return-value]
+    def clean_up(self) -> None:
+        """After an exception: remove our hooks if they are still there. An interrupt (Ctrl-C) may come when `__exit__`
+        has begun and has not yet removed them."""
+        _thread.around = self._around
+        while True:
+            before, now = self._count(), self._count()
+            with torch.enable_grad():
+                _LEAF.exp()  # saves its result
+            if self._count() - now == now - before:
+                return
+            self._hooks.__exit__()
 
 
-def _leave_only(hooks: Any) -> None:
-    """Remove the saved-tensor hooks that were installed after these."""
-    while saved_tensor_hooks() not in (None, hooks):
-        remove_saved_tensor_hooks()
+_LEAF = torch.zeros((), device="cpu", requires_grad=True)
 
 
 class Filled:
@@ -185,7 +185,6 @@ class Places:
         self._next = itertools.count()
         self._begins: list[int] = []  # the first place of each evaluation
         self._counts: list[int] = []  # the number of places of each
-        self._shapes: dict[int, Any] = {}
         self._leaves: dict[int, tuple[Tensor, Any]] = {}  # saved by the first evaluation, with what they were
         self.filled: dict[int, Filled] = {}
         self.running, self.needs_versions = -1, False
@@ -198,7 +197,7 @@ class Places:
         """Count the tensors that f saves, and drop them. All in C: the hook is `next` of a counter, which takes the
         tensor as its default."""
         number = functools.partial(next, self._next)
-        return Within(home, number, home.unpack, number)
+        return Within(home, number, home.unpack, number, number)
 
     def noting(self, home: Home, k: int) -> Within:
         """Store the tensors that evaluation k saves."""
@@ -213,7 +212,7 @@ class Places:
                 self._note(len(filled.tensors), x)
             return hold(x.detach())
 
-        return Within(home, pack, home.unpack, hold)
+        return Within(home, pack, home.unpack, hold, functools.partial(next, self._next))
 
     def _note(self, i: int, x: Tensor) -> None:
         self.devices.add(x.device)
@@ -252,12 +251,6 @@ class Places:
             del self.filled[k]
             filled.tensors.clear()  # the hook still refers to the list
 
-    def note_shapes(self, k: int) -> None:
-        """Mark this evaluation as not differentiated."""
-        self._shapes[k] = [
-            (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in self.filled[k].tensors
-        ]
-
     # Backward
 
     @property
@@ -293,16 +286,14 @@ class Places:
         """The tensor of a place. If it is empty, steps are inverted until it is filled."""
         k = self._evaluation(place)
         i, filled = place - self._begins[k], self.filled.get(k)
-        if filled is not None and filled.tensors[i] is not None:
+        if filled is not None and 0 <= i < len(filled.tensors) and filled.tensors[i] is not None:
             return filled.tensors[i]
         if k == self.running:
             raise Differentiates
-        if tape.reaches(home, k):
-            return self.filled[k].tensors[i]
-        if k not in self._shapes:
+        counts = k < len(self._counts) and 0 <= i < self._counts[k]  # not if f raised an error, or was called again
+        if not counts or not tape.reaches(home, k):
             raise RuntimeError(NOT_DIFFERENTIATED)
-        shape, dtype, device = self._shapes[k][i]
-        return torch.zeros((), dtype=dtype, device=device).expand(shape)
+        return self.filled[k].tensors[i]
 
     def again(self, home: Home, k: int, f: Callable[[State, int], State], read: State) -> State:
         """Repeat evaluation k: the tensors that f saves fill its places. Returns the outputs of f."""
@@ -315,15 +306,15 @@ class Places:
         unpack: Callable[[Any], Any] = _differentiates
         if self.needs_versions:
             pack, unpack, self.filled[k] = lambda x: hold(_without_graph(x)), home.unpack, filled
-        hooks, around, _thread.around, self.running = saved_tensor_hooks(), _thread.around, (home, hold), k
+        within, self.running = Within(home, pack, unpack, hold, filled.tensors.__len__), k
         try:
-            with saved_tensors_hooks(pack, unpack):
+            with within:
                 outputs = [x.detach() for x in f(read, k)]
         except BaseException:
-            _leave_only(hooks)
+            within.clean_up()
             raise
         finally:
-            _thread.around, self.running = around, -1
+            self.running = -1
             self.filled.pop(k, None)
         if filled.versions is None:  # the unused graph of this repetition refers to the list
             held, filled.tensors = filled.tensors, filled.tensors.copy()

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.nn.utils import parametrize
+from torch import nn
 
 
 def current_pass() -> int:
@@ -30,21 +28,6 @@ _autograd: Any = getattr(torch._C, "_autograd", None)
 _keep_graph: Callable[[], bool] | None = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
 
 
-def is_batched(x: Tensor) -> bool:
-    """Whether x is a batched gradient under vmap, which has no address. Without it, torch raises."""
-    return _functorch is not None and (
-        _functorch.is_functorch_wrapped_tensor(x) or _functorch.is_legacy_batchedtensor(x)
-    )
-
-
-def is_transformed() -> bool:
-    """Whether a torch.func transform is active. Without it, torch raises a less helpful error about hooks."""
-    return _functorch is not None and _functorch.peek_interpreter_stack() is not None
-
-
-_functorch: Any = getattr(torch._C, "_functorch", None)
-
-
 def is_exporting() -> bool:
     """Whether torch.export is tracing. torch.compiler.is_exporting, the fallback, is always True where torch.compile
     traces it, before torch 2.13."""
@@ -54,34 +37,10 @@ def is_exporting() -> bool:
 _has_flag = hasattr(torch.compiler, "_is_exporting_flag")
 
 
-def has_tangents() -> bool:
-    """Whether forward-mode AD is active, whose tangents would be lost. Without it, torch raises only if a gradient is
-    recorded, too."""
-    return getattr(forward_ad, "_current_level", -1) >= 0
-
-
-def caches_parametrizations() -> bool:
-    """Whether `parametrize.cached()` is active. Without it, the backward pass raises an error that says what to do."""
-    return bool(getattr(parametrize, "_cache_enabled", 0))
-
-
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether it was compiled, by torch.compile or by its method compile(). Without it, the log may say once that a
     compiled f is not compiled."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-
-
-def saved_tensor_hooks() -> Any:
-    """The innermost saved-tensor hooks, or None. Without it, an interrupt in the wrong moment leaves ours behind."""
-    return None if _top_hooks is None else _top_hooks(False)
-
-
-def remove_saved_tensor_hooks() -> None:
-    """Remove the innermost saved-tensor hooks."""
-    _autograd._pop_saved_tensors_default_hooks()
-
-
-_top_hooks: Callable[[bool], Any] | None = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def not_refusing_to_overwrite() -> Any:

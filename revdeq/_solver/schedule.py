@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from .. import _device
+from .norms import inner
 from .solve import solve
-from .way_back import inner
 
 CLOSEST_TO_1 = 1 / 16
 """A smaller |1 - beta| gains nothing, and costs the reconstruction four bits or more per half-step."""

@@ -240,6 +240,21 @@ def _worst(alarms: list[Tensor]) -> Tensor:
     return functools.reduce(torch.maximum, alarms).amax(1)
 
 
+def relax(half_steps: list[Any], outputs: Sequence[Tensor], read: State, step: Any) -> None:
+    for half_step, out, x in zip(half_steps, outputs, read, strict=True):
+        half_step.relax(out, x, step)
+
+
+def relax_norms(half_steps: list[Any], outputs: Sequence[Tensor], read: State, step: Any) -> Tensor:
+    """The squared 2-norms of the change and of the new state, summed over all tensors."""
+    partial = [h.relax_norms(out, x, step) for h, out, x in zip(half_steps, outputs, read, strict=True)]
+    if half_steps[0].ends is None:
+        return functools.reduce(torch.add, [x.sum((1, 2)) for x in partial])
+    examples = half_steps[0].examples
+    sums = [x.view(2, examples, x[0].numel() // max(examples, 1)).sum(-1) for x in partial]
+    return functools.reduce(torch.add, sums)
+
+
 SAFE_BITS = 32
 """The number of its 53 bits that a float64 state may lose: every run that lost fewer was exact."""
 

@@ -18,14 +18,13 @@ from .context import undrawn, untraced
 from .deferred import settle
 from .implicit import Implicit
 from .monitor import Adjoint, Monitor, call_site
+from .norms import inner, relative_changes, relative_distance
 from .options import options_from, with_options
-from .private import has_tangents, is_transformed
 from .scheme import Scheme, rounded_coefficients, scheme_for
 from .state import State, checked_batch, checked_state, checked_y0, structured, versions_of
-from .tape import End, Start, Tape, relative_changes, relative_distance
+from .tape import End, Start, Tape
 from .unchanged import is_compiled
 from .unrolled import has_fakes, in_compiled_model, is_traced, unrolled
-from .way_back import inner
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ def solve(
         >>> solution = revdeq.solve(lambda z, x: f(z) + x, torch.zeros(4, 8), torch.randn(4, 8))
         >>> solution.z.sum().backward()
 
-    Memory, in addition to f's: 28 bytes per element in float32, for any `max_steps`, and on the host the nodes of the
+    Memory, in addition to f's: 32 bytes per element in float32, for any `max_steps`, and on the host the nodes of the
     graph, about 10 KB per evaluation of a block of a few layers. The states have the memory layout of f's first output
     if that is dense (channels_last, for example), and so do later inputs of f. An output with another layout costs an
     additional pass over it.
@@ -258,16 +257,6 @@ def _tape(given: _Given) -> tuple[Tape, TreeSpec]:
     f, z0, args, y0, kwargs, keywords = given
     checked_f(f)
     options = options_from(keywords)
-    if has_tangents():
-        raise RuntimeError(
-            "solve has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp), and the tangent would "
-            "be lost: use reverse mode, or call solve outside of the dual level"
-        )
-    if is_transformed():
-        raise TypeError(
-            "solve does not work inside a torch.func transform (grad, vmap, ...): call it outside, with a batch "
-            "dimension instead of vmap and with autograd instead of grad"
-        )
     settle()
     carry = None
     if isinstance(z0, Solution):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._pytree import (
     TreeSpec,
     keystr,
@@ -21,6 +22,11 @@ from ..kernels.half_step import DTYPES, LANES, layout
 State = list[Tensor]
 
 _LEAF = tree_flatten(0)[1]
+
+TRANSFORMED = (
+    "solve does not work inside a torch.func transform (grad, vmap, ...): call it outside, with a batch dimension "
+    "instead of vmap and with autograd instead of grad"
+)
 
 
 def refuse_device(name: str, device: torch.device) -> None:
@@ -60,9 +66,30 @@ def checked_state(z0: Any, called: str = "z0") -> tuple[State, TreeSpec]:
                 f"{name} is on {x.device} and the first tensor of {called} on {paths[0][1].device}: use one device"
             )
         refuse_device(name, x.device)
+        refuse_transformed(x)
         # Inference tensors cannot be saved for the backward pass, but copies can.
         leaves.append(x.clone() if x.is_inference() and torch.is_grad_enabled() else x.resolve_neg())
     return leaves, spec
+
+
+def refuse_transformed(x: Tensor) -> None:
+    """Raise if x belongs to a forward-mode derivative or to a torch.func transform."""
+    if forward_ad.unpack_dual(x).tangent is not None:
+        raise RuntimeError(
+            "solve has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp), and the tangent would "
+            "be lost: use reverse mode, or call solve outside of the dual level"
+        )
+    if not has_memory(x):
+        raise TypeError(TRANSFORMED)
+
+
+def has_memory(x: Tensor) -> bool:
+    """Whether kernels can read x. A wrapper of torch.func has no address."""
+    try:
+        x.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def structured(state: State, spec: TreeSpec) -> Any:

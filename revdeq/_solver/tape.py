@@ -13,7 +13,6 @@ the engine continues through the graph of f, to everything that f depends on.
 
 import collections
 import contextlib
-import functools
 import math
 import threading
 import weakref
@@ -25,19 +24,24 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import _device
+from . import nodes
 from .call import Call
 from .compact import Whole, rows_of, size_for
-from .context import FromTheStart, OnceMore, WithoutBenchmark, untraced
+from .context import FromTheStart, OnceMore, WithoutBenchmark
 from .monitor import Adjoint, Monitor
+from .norms import relative_change, relative_changes, relative_distance, relative_distances
 from .options import Options
-from .places import Differentiates, Home, Places, leaving_no_hooks
-from .private import current_pass, graph_is_kept, is_batched
-from .scheme import Scheme
-from .state import State, is_batch_outermost, laid_out_like, versions_of
-from .way_back import WayBack, norm
-
-NORM_FLOOR = 1e-5
-"""Added to the norm of the state in the relative change, which is then defined at zero."""
+from .places import Differentiates, Home, Places
+from .private import current_pass, graph_is_kept
+from .scheme import Scheme, relax, relax_norms
+from .state import (
+    State,
+    is_batch_outermost,
+    laid_out_like,
+    refuse_transformed,
+    versions_of,
+)
+from .way_back import WayBack
 
 ANNOUNCED = 32
 """The number of steps that a solve with a tolerance first allocates for: tol may stop it long before `max_steps`."""
@@ -117,6 +121,8 @@ class Tape:
         self.places = Places()
         self._home: Home | None = Home(self)  # during the forward pass; afterwards the graph refers to it
         self._needed = self._stores = self._is_stepwise = False
+        # With a tolerance and `backward_steps`: the half-steps and auxiliary outputs before each of the last steps.
+        self._before: collections.deque[tuple[Any, Any]] | None = None
         self._read: State = []  # the next input of f, as part of the graph, and the one before
         self._other: State = []
         self._sums: Any = None
@@ -142,6 +148,22 @@ class Tape:
         with WithoutBenchmark():
             while not self.step():
                 pass
+            if self._before is not None:
+                self._record_last()
+
+    def _record_last(self) -> None:
+        """Take the last `backward_steps` steps again, now recorded, since it is known where the iteration ends."""
+        assert self._before is not None
+        steps, first = self.steps, self.steps - len(self._before)
+        half_steps, sums = self._before[0]
+        self.begin(look=False, first=first)
+        if first > 0:
+            self.steps, self.half_steps, self._sums = first, half_steps, sums
+            y, z = ([h.state for h in row] for row in half_steps)
+            self._other, self._read = self.scheme.read(y, self.z0), self.scheme.read(z, self.z0)
+            self.end = [x.clone() for x in self._read]
+        while self.steps < steps:
+            self.step()
 
     def stepwise(self) -> Iterator[End]:
         """Run step by step. The states stay here, so that each can be differentiated while later ones are still to
@@ -165,17 +187,22 @@ class Tape:
                         "z or y of a step was modified in place, and the next step needs it: clone it first"
                     )
         finally:  # from now on the graph refers to it
-            self._left, self.half_steps, self._home, self._read, self._other = _own(self), ([], []), None, [], []
+            self._left, self.half_steps, self._home, self._read, self._other = self.own(), ([], []), None, [], []
 
-    def begin(self, look: bool) -> None:
-        """If `look`, test for convergence after each step, which synchronizes."""
+    def begin(self, look: bool, first: int | None = None) -> None:
+        """If `look`, test for convergence after each step, which synchronizes. first: the step at which the backward
+        pass ends, if that is known."""
         options, graph = self.options, torch.is_grad_enabled()
-        exact = graph and options.gradient == "exact"
-        # With a tolerance it is not known yet where the backward pass will end.
-        undone = options.max_steps if options.tol is not None else options.backward_steps or options.max_steps
-        self.steps, self.first = 0, options.max_steps - min(undone, options.max_steps) if exact else 0
-        self._look, self._graph, self._turn = look, graph, 2 * self.first if exact else 2 * options.max_steps
-        self._cuts = exact and options.tol is not None and options.backward_steps is not None
+        exact, self._before = graph and options.gradient == "exact", None
+        if not exact:
+            first = options.max_steps
+        elif first is None:
+            undone = options.backward_steps or options.max_steps
+            first = max(0, options.max_steps - undone)
+            if first > 0 and options.tol is not None:  # only the iteration will show it, which is not recorded yet
+                first, self._before = options.max_steps, collections.deque(maxlen=undone)
+        self.steps, self.first = 0, first if exact else 0
+        self._look, self._graph, self._turn = look, graph, 2 * first
         inputs = (*self._start.z, *self._start.y) if self._turn == 0 else ()
         self._needed = exact and (self.learns or any(x.requires_grad for x in inputs))
         self._kept.clear()
@@ -190,23 +217,26 @@ class Tape:
         self._read, self._other = self.z0, self.y0
         self.f.prepare(options.tol is not None)
 
-    @leaving_no_hooks
     def step(self) -> bool:
         """Take a step, recorded by autograd without the saved tensors of f. Returns whether it was the last one."""
+        if self._before is not None:
+            self._before.append((tuple([_continued(h) for h in row] for row in self.half_steps), self._sums))
         last = self.steps == self.options.max_steps - 1
         assert self._home is not None
-        leaving_out = self.places.leaving_out(self._home) if self._graph and not self._stores else _NOTHING
+        leaving_out = self.places.leaving_out(self._home) if self._graph and not self._stores else None
         try:
-            with leaving_out:
+            with leaving_out or _NOTHING:
                 self._half_step(2 * self.steps, norms=False)
                 self._half_step(2 * self.steps + 1, norms=self._look or self._is_stepwise or last)
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error) or self._stores or self.steps > 0:
+        except BaseException as error:
+            if leaving_out is not None:
+                leaving_out.clean_up()
+                # torch.func inside f does not allow hooks: store the graph
+                self._stores = isinstance(error, RuntimeError) and "saved tensor hooks" in str(error)
+            if self.steps > 0 or not (self._stores or isinstance(error, FromTheStart)):
                 raise
-            self._stores = True  # torch.func inside f does not allow hooks: store the graph
-            return self._from_the_start()
-        except FromTheStart:
-            return self._from_the_start()
+            self.begin(self._look)
+            return self.step()
         self.steps += 1
         if self._look and self._has_arrived():
             return True
@@ -214,12 +244,9 @@ class Tape:
             self.end = [x.clone() for x in self._read]
         return last
 
-    def _from_the_start(self) -> bool:
-        self.begin(self._look)
-        return self.step()
-
     def _half_step(self, k: int, norms: bool) -> None:
-        read, record = self._read, k >= self._turn or (self._graph and norms)
+        ends = norms and self._graph and self.options.gradient == "implicit"  # or may do so, with a tolerance
+        read, record = self._read, k >= self._turn or ends
         if k == 0:
             f_reads, outputs = self._first(record)
             self._bind(outputs)
@@ -227,7 +254,7 @@ class Tape:
             f_reads = read if k > self._turn else self._given(k)
             outputs = self._evaluate(k, f_reads, record)
         if k >= self._turn:
-            moved = list(_relax(self, self._home, k, norms, read, *outputs, *f_reads))
+            moved = list(nodes.relax(self, self._home, k, norms, read, *outputs, *f_reads))
         else:
             assert self._home is not None
             self.last = Last(self._home, k, f_reads, outputs) if record else None
@@ -240,10 +267,10 @@ class Tape:
         origin = self.coefficients if self.learns else _ORIGIN
         if k == self._turn == 0:
             start = self._start
-            return list(_begin(self._home, origin, len(start.z), *start.z, *start.y))
+            return nodes.begin(self._home, origin, len(start.z), *start.z, *start.y)
         read = [x.clone() for x in self._read] if k == 0 else self._read
         home = self._home if k == self._turn else None
-        return list(_begin(home, origin, len(read), *read)) if self._graph else read
+        return nodes.begin(home, origin, len(read), *read) if self._graph else read
 
     def _first(self, record: bool) -> tuple[State, State]:
         """Run the first evaluation, which may have to be repeated. Returns the input and the outputs of f."""
@@ -271,7 +298,7 @@ class Tape:
         outputs = None
         while outputs is None:
             try:
-                if not self._graph or self._stores or not (k == 0 or keep or self._cuts or places.needs_versions):
+                if not self._graph or self._stores or not (k == 0 or keep or places.needs_versions):
                     places.begin(k)
                     outputs = f([x.clone() for x in read] if copies else read, k)
                 else:
@@ -289,11 +316,10 @@ class Tape:
                 "f modifies its input in place, but did not in its first evaluation: do so always, or never"
             )
         if f.has_aux:
-            self._add_aux()
+            self._add_aux(k)
         if record and not self._needed:
-            self._needed = bool(places.leaves) or _leads_to_a_leaf([*outputs, *_tensors(f.aux)], read)
-        if self._cuts and not self._stores:
-            places.note_shapes(k)
+            leaves = nodes.leaves_behind([*outputs, *_tensors(f.aux)], read)
+            self._needed = bool(places.leaves) or next(leaves, None) is not None
         if keep or self._stores:
             places.keep(k, outputs)
             self._kept.append(k)
@@ -309,14 +335,19 @@ class Tape:
         with self.places.noting(self._home, k):
             return self.f([x.clone() for x in read] if copies else read, k)
 
-    def _add_aux(self) -> None:
+    def _add_aux(self, k: int) -> None:
+        aux = self.f.aux
+        if k < self._turn and self.options.gradient == "exact":  # not differentiated
+            aux = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
         if self.options.aux == "list":
-            self._sums = [*(self._sums or ()), self.f.aux]
+            self._sums = [*(self._sums or ()), aux]
         else:
-            self._sums = self.f.aux if self._sums is None else tree_map(torch.add, self._sums, self.f.aux)
+            self._sums = aux if self._sums is None else tree_map(torch.add, self._sums, aux)
 
     def _bind(self, outputs: State) -> None:
         """Create the half-steps, with the memory layout of f's outputs."""
+        for x in outputs:
+            refuse_transformed(x)
         like, has_tolerance = laid_out_like(outputs, self.z0), self.options.tol is not None
         if self.ends is not None:
             like = [x if is_batch_outermost(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like]
@@ -432,9 +463,6 @@ class Tape:
 
     def _ended(self) -> End:
         """Create the node at which gradients with respect to the last y and z arrive."""
-        if self._cuts:
-            assert self.options.backward_steps is not None
-            self.first = self.steps - min(self.options.backward_steps, self.steps)
         if not self._look:
             self.scheme.check([*self.half_steps[0], *self.half_steps[1]])
         self.f.end()
@@ -445,7 +473,7 @@ class Tape:
         aux, spec = tree_flatten(self._sums) if self.options.aux else ([], None)
         if self._needed and self.options.gradient == "exact":
             inner = [i for i, x in enumerate(aux) if isinstance(x, Tensor) and x.requires_grad]
-            last = _end(self, self._home, values, size, *z, *(aux[i] for i in inner))
+            last = nodes.end(self, self._home, values, size, *z, *(aux[i] for i in inner))
             values = list(last[: 2 * size])
             for i, x in zip(inner, last[2 * size :], strict=True):
                 aux[i] = x
@@ -462,9 +490,9 @@ class Tape:
 
     def turn(self, ctx: Any, grads: Sequence[Tensor | None]) -> None:
         """At the end of the iteration, with gradients with respect to the last y and z."""
-        refuse_other_derivatives(grads)
+        nodes.refuse_other_derivatives(grads)
         self.refuse_changes()
-        self._way_back = WayBack(self, _states(ctx), grads, graph_is_kept())
+        self._way_back = WayBack(self, nodes.states(ctx), grads, graph_is_kept())
 
     def back(self, home: Home, k: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """At half-step k, with gradients with respect to the state that it updated. Returns those with respect to f's
@@ -503,7 +531,7 @@ class Tape:
                 "through all earlier evaluations: compute it at z.detach().requires_grad_(), with z as a constant"
             )
         if self._way_back is None or self._way_back.number != current_pass():
-            refuse_other_derivatives(grads)
+            nodes.refuse_other_derivatives(grads)
             self.refuse_changes()
             self._way_back = WayBack(self, self._saved(), None, True)
         return self._way_back
@@ -511,14 +539,19 @@ class Tape:
     def _saved(self) -> State:
         """The last states, and their spilled remainders."""
         if self._is_stepwise:
-            return _own(self) if self._home is not None else self._left
+            return self.own() if self._home is not None else self._left
         ctx = self._end()
         if ctx is None:
             raise RuntimeError(
                 "only a tensor that f stored is left of this solve, but inverting its steps needs the final states: "
                 "keep the solution alive until the backward pass"
             )
-        return _states(ctx)
+        return nodes.states(ctx)
+
+    def own(self) -> State:
+        """The current states, and their spilled remainders."""
+        half_steps = [*self.half_steps[0], *self.half_steps[1]]
+        return [*(h.state for h in half_steps), *(x for h in half_steps for x in h.spilled)]
 
     def refuse_changes(self) -> None:
         self.places.refuse_changes()
@@ -529,179 +562,12 @@ class Tape:
             )
 
 
-def _own(tape: Tape) -> State:
-    half_steps = [*tape.half_steps[0], *tape.half_steps[1]]
-    return [*(h.state for h in half_steps), *(x for h in half_steps for x in h.spilled)]
+def _continued(half_step: Any) -> Any:
+    """A copy, which can be stepped and inverted like the original."""
+    other = half_step.of(half_step.state.clone(), half_step.copy)
+    other.spilled = list(half_step.spilled)
+    return other
 
 
 def _tensors(tree: Any) -> State:
     return [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)]
-
-
-def relax(half_steps: list[Any], outputs: Sequence[Tensor], read: State, step: Any) -> None:
-    for half_step, out, x in zip(half_steps, outputs, read, strict=True):
-        half_step.relax(out, x, step)
-
-
-def relax_norms(half_steps: list[Any], outputs: Sequence[Tensor], read: State, step: Any) -> Tensor:
-    """The squared 2-norms of the change and of the new state, summed over all tensors."""
-    partial = [h.relax_norms(out, x, step) for h, out, x in zip(half_steps, outputs, read, strict=True)]
-    if half_steps[0].ends is None:
-        return functools.reduce(torch.add, [x.sum((1, 2)) for x in partial])
-    examples = half_steps[0].examples
-    sums = [x.view(2, examples, x[0].numel() // max(examples, 1)).sum(-1) for x in partial]
-    return functools.reduce(torch.add, sums)
-
-
-def relative_change(change: float, value: float) -> float:
-    return math.sqrt(change) / (math.sqrt(value) + NORM_FLOOR) if math.isfinite(value) else math.inf
-
-
-def relative_changes(norms: Tensor) -> Tensor:
-    """The same of squared norms in a tensor, with a first dimension of 2."""
-    change, value = norms.sqrt()
-    return change / (value + NORM_FLOOR)
-
-
-def relative_distances(y: Sequence[Tensor], z: Sequence[Tensor]) -> Tensor:
-    """‖y - z‖ / (‖z‖ + 1e-5) of each example."""
-    pairs = [(a.detach().double().flatten(1), b.detach().double().flatten(1)) for a, b in zip(y, z, strict=True)]
-    sums = [torch.stack([(a - b).square().sum(1), b.square().sum(1)]) for a, b in pairs]
-    return relative_changes(functools.reduce(torch.add, sums))
-
-
-def relative_distance(y: Sequence[Tensor], z: Sequence[Tensor]) -> Tensor:
-    """‖y - z‖ / (‖z‖ + 1e-5), a 0-d tensor."""
-    return norm([a.detach() - b.detach() for a, b in zip(y, z, strict=True)]) / (norm(z) + NORM_FLOOR)
-
-
-def _leads_to_a_leaf(outputs: State, read: State) -> bool:
-    """Whether f depends on anything that requires a gradient, apart from its input."""
-    left: list[Any] = [x.grad_fn for x in outputs if x.requires_grad]
-    if any(node is None for node in left):  # f returns a leaf
-        return True
-    seen = {x.grad_fn for x in read}
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "torch::autograd::AccumulateGrad":
-            return True
-        seen.add(node)
-        left += [following for following, _ in node.next_functions]
-    return False
-
-
-def _states(ctx: Any) -> State:
-    """Check a tensor that `_End` saved: a hook may return a different one, and kernels use its address."""
-    return [_restored(x, *like) for x, like in zip(ctx.saved_tensors, ctx.like, strict=True)]
-
-
-def _restored(x: Tensor, dtype: torch.dtype, shape: torch.Size, device: torch.device, stride: Any) -> Tensor:
-    if (x.dtype, x.shape, x.device) != (dtype, shape, device):
-        raise RuntimeError(
-            f"a saved-tensor hook returned {x.dtype} of shape {tuple(x.shape)} on {x.device} instead of {dtype} of "
-            f"shape {tuple(shape)} on {device}: exclude the solve from it "
-            "(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x) around the solve), or return the "
-            "tensor that was packed"
-        )
-    if x.stride() == stride:
-        return x
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(x)
-
-
-def backward(function: Callable[..., Any]) -> Any:
-    """Decorator of our backward passes: leaves inference mode, in which f would have no graph, and disables the
-    compiler, which in a compiled training step would compile f differently than in the forward pass."""
-
-    outside = untraced(function)
-
-    def run(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.compiler.is_compiling():
-            return outside(ctx, *grads)
-        if not torch.is_inference_mode_enabled():
-            return function(ctx, *grads)
-        with torch.inference_mode(False), torch.no_grad():
-            return function(ctx, *grads)
-
-    return staticmethod(run)
-
-
-def refuse_other_derivatives(grads: Sequence[Tensor | None]) -> None:
-    """Raise for backward passes that a solve does not support."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate an "
-            "unrolled iteration"
-        )
-    if any(g is not None and is_batched(g) for g in grads):
-        raise RuntimeError(
-            "the gradients of this backward pass are batched (is_grads_batched=True, or vmap around autograd.grad), "
-            "which a solve does not support: call it once per gradient"
-        )
-
-
-class _Begin(torch.autograd.Function):
-    """The input of f at the beginning of a graph. With a home, gradients with respect to the initial state and the
-    coefficients end here.
-
-    origin: the coefficients, if they are trained, or a dummy leaf.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, home: Home | None, origin: Tensor, size: int, *start: Tensor) -> tuple[Tensor, ...]:
-        ctx.home, ctx.inputs = home, len(start)
-        ctx.set_materialize_grads(False)
-        return tuple([x.detach() if home is None else x.clone() for x in start[:size]])
-
-    @backward
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if ctx.home is None:
-            return (None, None, None, *[None] * ctx.inputs)
-        needed, apart = any(ctx.needs_input_grad[3:]), ctx.inputs > len(grads)
-        by_coefficients, by_start = ctx.home().arrive(grads, needed, apart)
-        return (None, by_coefficients, None, *by_start)
-
-
-class _Relax(torch.autograd.Function):
-    """A half-step. The input of f is among its inputs, so that the engine visits the nodes in order, whatever f depends
-    on; the gradient of that input is part of the adjoints and not of the graph."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tape: Tape, home: Home, k: int, norms: bool, read: State, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.home, ctx.k = home, k
-        ctx.set_materialize_grads(False)
-        return tuple(tape.moved(k, tensors[: len(tensors) // 2], read, norms))
-
-    @backward
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        home = ctx.home
-        return (None, None, None, None, None, *home().back(home, ctx.k, grads), *[None] * len(grads))
-
-
-class _End(torch.autograd.Function):
-    """The last y and z, and the auxiliary outputs. It saves the states through autograd, so that saved-tensor hooks
-    around the solve see them."""
-
-    @staticmethod
-    def forward(ctx: Any, tape: Tape, home: Home, values: State, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        own = _own(tape)
-        ctx.home, ctx.size = home, size
-        ctx.like = [(x.dtype, x.shape, x.device, x.stride()) for x in own]
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*own)
-        tape._end = weakref.ref(ctx)
-        return (*values, *tensors[size:])
-
-    @backward
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.home().turn(ctx, grads[: 2 * ctx.size])
-        return (None, None, None, None, *[None] * ctx.size, *grads[2 * ctx.size :])
-
-
-# Skips checks for torch.func transforms, which take 2 us and do not apply.
-_begin = super(torch.autograd.Function, _Begin).apply
-_relax = super(torch.autograd.Function, _Relax).apply
-_end = super(torch.autograd.Function, _End).apply

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .. import _device
-from .private import caches_parametrizations, is_compiled_module
+from .private import is_compiled_module
 
 STATEFUL = (
     "every evaluation of f would change, in the backward pass too: move the layer out of f, as the paper does, use a "
@@ -165,13 +165,20 @@ def _differs(x: Tensor, copy: Tensor | None) -> bool:
 
 def fill_caches(modules: list[nn.Module]) -> None:
     """With `parametrize.cached()`, only the first evaluation would compute parametrizations: compute them before."""
-    if not caches_parametrizations():
+    found = [module for outermost in modules for module in outermost.modules() if parametrize.is_parametrized(module)]
+    if not found or not _caches_parametrizations():
         return
-    for outermost in modules:
-        for module in outermost.modules():
-            if parametrize.is_parametrized(module):
-                for name in module.parametrizations:  # type: ignore[union-attr]
-                    getattr(module, name)
+    for module in found:
+        for name in module.parametrizations:  # type: ignore[union-attr]
+            getattr(module, name)
+
+
+def _caches_parametrizations() -> bool:
+    """Whether `parametrize.cached()` is active: a parametrization then returns the same tensor twice."""
+    probe = nn.Module()
+    probe.register_parameter("x", nn.Parameter(torch.zeros((), device="cpu")))
+    parametrize.register_parametrization(probe, "x", nn.ReLU())
+    return probe.x is probe.x
 
 
 def refuse_sharded(modules: list[nn.Module], has_tolerance: bool) -> None:

@@ -12,9 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .monitor import ATOMICS, LARGEST_GROWTH
+from .norms import norm
 from .options import NAMES, options_from, with_options
 from .solve import checked_f, solve
-from .way_back import norm
 
 IGNORED = ("check", "gradient", "keep", "backward_steps")
 """Options that are accepted, but have no effect here."""

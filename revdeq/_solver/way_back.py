@@ -1,22 +1,21 @@
 """The backward pass: inverts the half-steps in reverse order (equation 6 of the paper) and propagates the adjoints
 (Algorithm 1), driven by autograd's engine. Only one evaluation's saved tensors exist at a time."""
 
-import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .. import _device
 from ..kernels import reference
 from ..kernels.half_step import LANES, Coefficients, chunk_count
 from .call import as_before
 from .context import OnceMore
 from .monitor import Sizes, apart, typical_magnitudes
+from .norms import inner
 from .places import Differentiates, Home
 from .private import current_pass
 from .state import State, dense, is_dense, two_like
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Adjoints:
-    """The adjoints of y and z, stored multiplied by b, as the seed of the next product; the multiplication by a is
+    """The adjoints of y and z, stored multiplied by b, like the seed of the next product; the multiplication by a is
     fused with the next addition. Those of one tensor share their memory, so that one kernel computes both norms.
 
     of: those of y (0) and of z (1).
@@ -96,14 +95,10 @@ class WayBack:
         self._maxima: State = []
         self.adjoint: Adjoints | None = None
         self._began: tuple[State, tuple[float, float]] | None = None  # the first norms of the adjoints, with factors
-        self._seeds: State = []  # the last ones, their versions, and of the first ones a function that makes them again
-        self._versions: list[int] = []
-        self._seeds_again: Callable[[], State] | None = None
-        self._spares_seeds: bool | None = None  # unknown before the first product
         self._outputs: State | None = None  # the outputs of the repeated evaluation
         self._filled = -1  # the evaluation whose saved tensors exist
         self._as_before: Any = None
-        self._ready: list[Tensor | None] = []  # seeds that were written together with the adjoints
+        self._seeds: State = []  # those that were written together with the adjoints
         self._slopes: dict[int, tuple[Tensor, Tensor]] = {}  # of the loss with respect to b and c, by half-step
         if grads is not None:
             self._begin(grads)
@@ -115,16 +110,12 @@ class WayBack:
         self.adjoint.take(grads, factors)
         if self._tape.monitor is not None and any(g is not None for g in grads):
             self._began = self.adjoint.norms(), factors
-        by_z, like = grads[len(self._read) :], self._read
-        self._seeds_again = lambda: [scaled(g, factors[1], x) for g, x in zip(by_z, like, strict=True)]
 
     def undo(self, home: Home, k: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Invert the half-step after half-step k, with the product that has arrived, and evaluate f again. Returns the
         seeds of the next product."""
         if k < self._first:
             return [None] * len(grads)
-        if self._seeds and (not self._spares_seeds or [x._version for x in self._seeds] != self._versions):
-            self._look_at_seeds()
         if self._outputs is not None and self.at == k + 2:
             self._undo(grads)
         else:
@@ -163,10 +154,9 @@ class WayBack:
 
     def _add(self, k: int, grads: Sequence[Tensor | None]) -> None:
         """Add gradients from outside to the adjoint of a state."""
-        self._ready = []
+        self._seeds = []
         for i, g in enumerate(grads):
             if g is not None:
-                self._seeds_again = None
                 self._adjoint()[k % 2][i].add_(g.to_dense(), alpha=self._scheme.at(k).b)
 
     def _adjoint(self) -> tuple[State, ...]:
@@ -179,12 +169,8 @@ class WayBack:
         k, adjoint, ends = self.at - 1, self._adjoint(), self._ends
         step, adjoint_step = self._scheme.at(k), self._scheme.adjoint_at(k - 1, self._count)
         outputs, mine = self._apart(), adjoint[1 - k % 2]
-        # If f computes in another dtype than that of the adjoints, the same kernel writes the next seed. Also with
-        # per_example, because frozen examples have a seed of 0.
-        self._ready = [
-            None if out.dtype == a.dtype and ends is None else torch.empty_like(a, dtype=out.dtype)
-            for a, out in zip(mine, outputs, strict=True)
-        ]
+        # The same kernel writes the next seed, in f's dtype: f's graph may modify it.
+        self._seeds = [torch.empty_like(a, dtype=out.dtype) for a, out in zip(mine, outputs, strict=True)]
         if ends is not None:
             kept = self._scheme.kept_at(k - 1, self._count)
             for half_step in self._half_steps[k % 2]:
@@ -192,7 +178,7 @@ class WayBack:
         if self._learns:
             self._note_slopes(k, self._read, sign=1)
         rows = zip(
-            self._half_steps[k % 2], outputs, mine, dense(grads, self._read), adjoint[k % 2], self._ready, strict=True
+            self._half_steps[k % 2], outputs, mine, dense(grads, self._read), adjoint[k % 2], self._seeds, strict=True
         )
         if k > 1 or not self._is_compared:
             for half_step, out, own, vjp, other, seed in rows:
@@ -339,44 +325,15 @@ class WayBack:
         return initial_grads(self.adjoint, dense(grads, self._read), self._tape.z0, *steps, apart)
 
     def _seeded(self, k: int) -> Sequence[Tensor | None]:
-        """The adjoints are used as seeds without a copy. A hook or custom function in f that modifies its gradient in
-        place would modify them; the first product shows whether that happens."""
+        """Seeds in f's dtype, in their own memory: a hook or custom function in f may modify its gradient in place."""
         assert self._outputs is not None
         if self.adjoint is None:
             return [None] * len(self._outputs)
-        adjoint, ready, self._ready = self.adjoint.of[k % 2], self._ready or [None] * len(self._outputs), []
-        if self._ends is not None:
-            rows = zip(adjoint, self._outputs, ready, strict=True)
-            return [(self._moved(a, k) if seed is None else seed).to(out.dtype) for a, out, seed in rows]
-        copies = self._spares_seeds is False or (self._spares_seeds is None and self._seeds_again is None)
-        seeds = []
-        for a, out, seed in zip(adjoint, self._outputs, ready, strict=True):
-            if seed is None or seed.dtype != out.dtype:
-                seed = a if a.dtype == out.dtype and not copies else a.to(out.dtype, copy=True)
-            seeds.append(seed)
-        if self._spares_seeds is not False:
-            self._seeds, self._versions = seeds, [x._version for x in seeds]
-        return seeds
-
-    def _look_at_seeds(self) -> None:
-        """After the first product, and where a seed was changed later."""
-        if self._spares_seeds:
-            raise RuntimeError(
-                "f modifies its gradient in place, but not in every evaluation (a hook, or the backward of a custom "
-                "function?), which has changed the solver's adjoint: write g.clamp(...) instead of g.clamp_(...)"
-            )
-        assert self.adjoint is not None
-        seeds, self._seeds = self._seeds, []
-        spared = [x._version for x in seeds] == self._versions
-        again, self._seeds_again = self._seeds_again, None
-        adjoint = self.adjoint.of[(self.at - 1) % 2]
-        if not spared or _device.can_look(seeds[0]):  # autograd does not count all changes
-            expected = adjoint if again is None else again()
-            spared = spared and all(torch.equal(x, e.to(x.dtype)) for x, e in zip(seeds, expected, strict=True))
-            if not spared and again is not None:
-                for a, e in zip(adjoint, expected, strict=True):
-                    a.copy_(e)
-        self._spares_seeds = spared
+        written, self._seeds = self._seeds, []
+        if written and all(seed.dtype == out.dtype for seed, out in zip(written, self._outputs, strict=True)):
+            return written
+        adjoint = self.adjoint.of[k % 2] if self._ends is None else [self._moved(a, k) for a in self.adjoint.of[k % 2]]
+        return [a.to(out.dtype, copy=True) for a, out in zip(adjoint, self._outputs, strict=True)]
 
     def _apart(self) -> State:
         """f's outputs, copied if needed: f may return one part of its state as another, and half-steps overwrite parts
@@ -434,18 +391,6 @@ def scaled(grad: Tensor | None, factor: float, like: Tensor) -> Tensor:
 
 def scale_to(result: Tensor, grad: Tensor, factor: float) -> Tensor:
     return torch.mul(grad, factor, out=result) if grad.dtype == result.dtype else result.copy_(grad).mul_(factor)
-
-
-def inner(xs: State, ys: State) -> Tensor:
-    """The inner product of two states, in float64."""
-    products = [(x.double() * y.double()).sum() for x, y in zip(xs, ys, strict=True)]
-    return functools.reduce(torch.add, products)
-
-
-def norm(xs: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all tensors together."""
-    norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).float() for x in xs]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 class _NoLeaf(torch.autograd.Function):

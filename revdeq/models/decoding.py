@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._solver.options import Options
 from .caches import Caches
 from .model import Model
 
@@ -290,9 +291,6 @@ def check(model: DecodingModel, max_new_tokens: int, draw: Draw, slide: int, tol
         raise ValueError(f"temperature = {draw.temperature!r} must be 0 or larger")
     if draw.top_p is not None and not 0 < draw.top_p <= 1:
         raise ValueError(f"top_p = {draw.top_p!r} must be larger than 0 and at most 1")
-    if tol is None:
-        return
-    if isinstance(tol, bool) or not isinstance(tol, (int, float)) or not 0 < tol < float("inf"):
-        raise ValueError(f"tol = {tol!r} must be larger than 0, or None to take max_steps steps for every token")
-    if not hasattr(model, "equilibrium"):
+    Options(tol=tol)  # raises if it is invalid
+    if tol is not None and not hasattr(model, "equilibrium"):
         raise ValueError(f"tol = {tol!r}: {type(model).__name__} has no equilibrium; leave it out")

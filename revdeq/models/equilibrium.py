@@ -11,9 +11,9 @@ from .._solver.context import Draw, OnceMore
 from .._solver.forward import forward
 from .._solver.layer import Last, RevDEQ
 from .._solver.monitor import Adjoint
+from .._solver.norms import NORM_FLOOR
 from .._solver.options import NAMES, Options, options_from
 from .._solver.solve import solve
-from .._solver.tape import NORM_FLOOR
 from ..baselines import checkpointed, stored_graph
 from .blocks import checked_size
 from .caches import Cache, Caches

@@ -142,7 +142,7 @@ def test_the_number_of_threads_does_not_change_the_bits(norms):
 def test_bits_equal_the_reference_for_every_beta(exact_half_step, beta, norms, gamma):
     half_step, device = exact_half_step
     radix = Radix.nearest(beta, 24, gamma)
-    steps = 2 * radix.free_half_steps + 2 if beta == 0.95 else 4  # past the second spill
+    steps = 2 * radix.free_half_steps + 2 if beta == 0.95 else 2 if norms else 4  # past the second spill
     settings = {"half_steps": steps, "norms": norms, "n": 4500 if norms else 600}
     expected = roundtrip(exact.HalfStep, radix, device, **settings)
     assert all(map(torch.equal, roundtrip(half_step, radix, device, **settings), expected))
@@ -165,8 +165,8 @@ def test_bits_equal_the_reference_for_every_pair_of_dtypes(exact_half_step, f_dt
 def test_bits_equal_the_reference_for_every_size(exact_half_step, n):
     half_step, device = exact_half_step
     radix = Radix.nearest(0.6, 24)
-    expected = roundtrip(exact.HalfStep, radix, device, n=n, half_steps=4, norms=True)
-    assert all(map(torch.equal, roundtrip(half_step, radix, device, n=n, half_steps=4, norms=True), expected))
+    expected = roundtrip(exact.HalfStep, radix, device, n=n, half_steps=2, norms=True)
+    assert all(map(torch.equal, roundtrip(half_step, radix, device, n=n, half_steps=2, norms=True), expected))
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -222,9 +222,14 @@ def blocks():
     }
 
 
-@pytest.mark.parametrize("max_steps", [1, 8, 13, 64])
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("name", ["mlp", "conv", "transformer"])
+@pytest.mark.parametrize(
+    ("name", "beta", "max_steps"),
+    [
+        *itertools.product(["mlp"], BETAS, [1, 13, 64]),
+        *itertools.product(["conv", "transformer"], BETAS, [13]),
+        *itertools.product(["conv", "transformer"], [0.5, 0.95, 1.2], [64]),
+    ],
+)
 def test_the_backward_pass_computes_what_the_forward_pass_computed(name, beta, max_steps):
     """With the same inputs and outputs of f, bit for bit, the gradient is that of the stored graph."""
     f, x = blocks()[name]

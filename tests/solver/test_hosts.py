@@ -186,21 +186,26 @@ def test_a_gradient_that_f_changes_in_place(state, change):
     agree(ours, gradients(lambda: stored_graph(f, torch.zeros(3, 6))))
 
 
-def test_a_gradient_that_f_changes_in_place_now_and_then_is_refused():
-    linear, calls = nn.Linear(6, 6), []
+def test_f_may_change_its_gradient_in_place_now_and_then():
+    linear, z0 = nn.Linear(6, 6), torch.randn(3, 6)
 
-    def hook(g):
-        calls.append(1)
-        return g.mul_(0.5) if len(calls) == 3 else None
+    def gradients(solve):
+        calls = []
 
-    def f(z):
-        out = torch.tanh(linear(z))
-        out.register_hook(hook)
-        return out
+        def hook(g):
+            calls.append(1)
+            return g.mul_(0.5) if len(calls) == 3 else None
 
-    z = revdeq.solve(f, torch.randn(3, 6)).z
-    with pytest.raises(RuntimeError, match="f modifies its gradient in place"):
-        z.sum().backward()
+        def f(z):
+            out = torch.tanh(linear(z))
+            if out.requires_grad:
+                out.register_hook(hook)
+            return out
+
+        return torch.autograd.grad(solve(f).sum(), list(linear.parameters()))
+
+    ours = gradients(lambda f: revdeq.solve(f, z0, check="raise").z)
+    agree(ours, gradients(lambda f: stored_graph(f, z0)))
 
 
 # stateful layers
@@ -370,11 +375,22 @@ def test_transforms_around_a_closure_are_refused():
     ):
         with pytest.raises(TypeError, match="torch.func"):
             torch.func.vmap(mapped)(torch.zeros(2, 3))
+    with torch.no_grad(), pytest.raises(TypeError, match="torch.func"):
+        torch.func.vmap(loss)(torch.rand(3))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is")  # torch's own forward mode scripts its decompositions
 def test_forward_mode_is_refused():
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode.*reverse mode"):
-        revdeq.solve(torch.cos, torch.zeros(3))
+    """Also under no_grad, where torch would lose the tangent silently."""
+    with forward_ad.dual_level():
+        dual, weight = (forward_ad.make_dual(torch.rand(3), torch.ones(3)) for _ in range(2))
+        for z0, args in ((dual, (weight.new_zeros(3),)), (torch.zeros(3), (dual,))):
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="forward-mode.*reverse mode"):
+                    revdeq.solve(lambda z, x: torch.cos(z + x), z0, *args)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="forward-mode.*reverse mode"):
+            revdeq.solve(lambda z: torch.cos(weight * z), torch.zeros(3))
+        assert revdeq.solve(torch.cos, torch.zeros(3)).steps == 8
 
 
 @STATES

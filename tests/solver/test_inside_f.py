@@ -886,6 +886,7 @@ def test_an_interruption_of_exit_leaves_no_hooks(monkeypatch, when):
     """Ctrl-C may come before the first line of an __exit__."""
 
     def interrupted(*_):
+        patch.undo()
         raise KeyboardInterrupt
 
     block, x = MLP(), torch.randn(3, 6, requires_grad=True)

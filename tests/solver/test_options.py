@@ -503,27 +503,43 @@ def test_an_adjoint_equation_that_does_not_converge_warns():
 
 @STATES
 @pytest.mark.parametrize("steps", [1, 2, 4, 9])
-def test_truncated_gradients_are_those_of_the_last_steps(state, steps):
+@pytest.mark.parametrize(
+    "options", [{}, {"tol": 0.1, "max_steps": 30}, {"tol": 0.1, "max_steps": 30, "keep": 3}], ids=str
+)
+def test_truncated_gradients_are_those_of_the_last_steps(state, steps, options):
+    """Also those of the auxiliary outputs. The solution has the bits of an untruncated one."""
     f, x = Block(), torch.randn(3, 6, requires_grad=True)
     z0 = torch.randn(3, 6, requires_grad=True)
-    solution = revdeq.solve(f, z0, x, beta=0.8, max_steps=4, state=state, backward_steps=steps)
-    ours = torch.autograd.grad(
-        solution.z.sum() + solution.y.square().sum(), [x, *f.parameters(), z0], allow_unused=True
-    )
+
+    def with_aux(z, x):
+        out = f(z, x)
+        return out, out.square().mean()
+
+    options = {"beta": 0.8, "max_steps": 4, "state": state, "aux": True, "check": "raise", **options}
+    solution = revdeq.solve(with_aux, z0, x, backward_steps=steps, **options)
+    whole = revdeq.solve(with_aux, z0, x, **options)
+    assert torch.equal(solution.z, whole.z) and torch.equal(solution.y, whole.y) and solution.steps == whole.steps
+    assert torch.equal(solution.aux, whole.aux) and torch.equal(solution.change, whole.change)
+    inputs, total = [x, *f.parameters(), z0], solution.steps
+    (solution.z.sum()).backward(retain_graph=True)  # without the auxiliary outputs
+    loss = solution.z.sum() + solution.y.square().sum() + solution.aux
+    ours = torch.autograd.grad(loss, inputs, allow_unused=True)
 
     beta = solution.beta
     y = z = z0.double()
-    for n in range(4):
-        if n == 4 - steps > 0:
-            y, z = y.detach(), z.detach()
-        y = (1 - beta) * y + beta * f(z.float(), x).double()
-        z = (1 - beta) * z + beta * f(y.float(), x).double()
-    expected = torch.autograd.grad(
-        z.float().sum() + y.float().square().sum(), [x, *f.parameters(), z0], allow_unused=True
-    )
-    assert (ours[-1] is None or not ours[-1].any()) == (steps < 4)
+    aux = torch.zeros(())
+    for n in range(total):
+        if n == total - steps > 0:
+            y, z, aux = y.detach(), z.detach(), aux.detach()
+        out, more = with_aux(z.float(), x)
+        y, aux = (1 - beta) * y + beta * out.double(), aux + more
+        out, more = with_aux(y.float(), x)
+        z, aux = (1 - beta) * z + beta * out.double(), aux + more
+    loss = z.float().sum() + y.float().square().sum() + aux
+    expected = torch.autograd.grad(loss, inputs, allow_unused=True)
+    assert (ours[-1] is None or not ours[-1].any()) == (steps < total)
     assert relative(ours[:-1], expected[:-1]) <= 2e-6
-    if steps >= 4:
+    if steps >= total:
         assert relative(ours[-1:], expected[-1:]) <= 2e-6
 
 

@@ -76,7 +76,16 @@ def test_a_loss_on_values_that_f_keeps_with_a_tolerance():
     same(ours, [p.grad for p in (*f.parameters(), *encoder.parameters())])
 
 
-@pytest.mark.parametrize("options", [{"gradient": "implicit", "max_steps": 40}, {"backward_steps": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient": "implicit", "max_steps": 40},
+        {"backward_steps": 2},
+        {"backward_steps": 2, "tol": 1e-3, "max_steps": 50},
+        {"backward_steps": 40, "tol": 1e-3, "max_steps": 50},  # all steps are taken twice
+    ],
+    ids=str,
+)
 def test_a_loss_on_an_evaluation_that_is_not_differentiated_is_refused(options):
     f, encoder = Remembering("a loss of all"), nn.Linear(6, 6)
     z = revdeq.solve(f, torch.zeros(3, 6), encoder(torch.randn(3, 6)), **options).z
