@@ -31,7 +31,7 @@ def half_steps():
     """Functions that take a half-step, by name."""
     from revdeq.kernels import Coefficients, Radix, gpu, gpu_exact
 
-    f, adjoint, vjp = torch.zeros(N), torch.zeros(N), torch.zeros(N)
+    f, adjoint, vjp, seed = (torch.zeros(N) for _ in range(4))
     step, radix = Coefficients.rounded(0.8), Radix.nearest(0.8, 24)
     floats = gpu.HalfStep(torch.zeros(N).double(), torch.zeros(N))
     integers = gpu_exact.HalfStep(torch.zeros(N, dtype=torch.int64), torch.zeros(N), [radix] * 2)
@@ -42,9 +42,9 @@ def half_steps():
 
     return {
         "relax": lambda: floats.relax(f, None, step),
-        "invert_adjoint": lambda: floats.invert_adjoint(f, adjoint, vjp, None, step, step),
+        "invert_adjoint": lambda: floats.invert_adjoint(f, adjoint, vjp, None, step, step, seed),
         "exact relax": lambda: exact(integers.relax, f, None, radix),
-        "exact invert_adjoint": lambda: exact(integers.invert_adjoint, f, adjoint, vjp, None, radix, radix),
+        "exact invert_adjoint": lambda: exact(integers.invert_adjoint, f, adjoint, vjp, None, radix, radix, seed),
     }
 
 

@@ -121,6 +121,7 @@ def in_place_backward(state, f, copy, adjoint, vjp):
 
 
 def backward(n, dtype):
+    """Ours also write the seed of the next product, in the same pass; the others would pass on the adjoint itself."""
     state, f, copy, adjoint, vjp = data(n, dtype)
     expected, expected_copy, expected_adjoint = state.clone(), torch.empty_like(f), adjoint.clone()
     for x, g, c, y, v in in_parts(expected, f, expected_copy, expected_adjoint, vjp):
@@ -134,25 +135,27 @@ def backward(n, dtype):
         assert agree(results[2], expected_adjoint, tolerance), NOTHING_TO_COMPARE
 
     half_step = kernels.half_step_for(DEVICE)
-    check(lambda x, c, g: half_step(x, c).invert_adjoint(f, g, vjp, None, STEP, STEP))
+    seed = torch.empty_like(f)
+    check(lambda x, c, g: half_step(x, c).invert_adjoint(f, g, vjp, None, STEP, STEP, seed))
+    assert agree(seed, expected_adjoint.to(dtype)), NOTHING_TO_COMPARE
     rounding = 0.0 if DEVICE.type == "cpu" else 1e-15  # on GPUs, torch multiplies by the reciprocal of a number
     check(lambda x, c, g: naive_backward(x, f, g, vjp), rounding)
     check(lambda x, c, g: in_place_backward(x, f, c, g, vjp), rounding)
     if compiles(dtype):
         check(lambda x, c, g: compiled(in_place_backward)(x, f, c, g, vjp), 1e-6)
-    integers = exact_half_step(state, f, copy, "invert_adjoint", adjoint.clone(), vjp)
+    integers = exact_half_step(state, f, copy, "invert_adjoint", adjoint.clone(), vjp, seed)
     state.zero_(), f.zero_()  # repeated inversion would run into infinity, which is slow on some CPUs
     fused = half_step(state.clone(), torch.empty_like(copy))
     in_place, gradient = state.clone(), adjoint.clone()
     providers = {
-        "fused": lambda: fused.invert_adjoint(f, gradient, vjp, None, STEP, STEP),
+        "fused": lambda: fused.invert_adjoint(f, gradient, vjp, None, STEP, STEP, seed),
         "fused, exact state": integers,
         "unfused": lambda: naive_backward(state, f, adjoint, vjp),
         "unfused, in place": lambda: in_place_backward(in_place, f, copy, gradient, vjp),
         "torch.compile": lambda: compiled(in_place_backward)(in_place, f, copy, gradient, vjp),
-        "copy": copying(n * (12 + 3 * f.element_size() // 2)),
+        "copy": copying(n * (12 + 2 * f.element_size())),
     }
-    return providers, n * (2 * 8 + 2 * 4 + 3 * f.element_size())
+    return providers, n * (2 * 8 + 2 * 4 + 4 * f.element_size())
 
 
 def exact_half_step(x, f, copy, operation, *more):
@@ -164,7 +167,8 @@ def exact_half_step(x, f, copy, operation, *more):
         if operation == "relax":
             half_step.relax(f, None, RADIX)
         else:
-            half_step.invert_adjoint(f, *more, None, RADIX, RADIX)
+            adjoint, vjp, seed = more
+            half_step.invert_adjoint(f, adjoint, vjp, None, RADIX, RADIX, seed)
 
     def bound(half_step, x, f, copy, *more):
         state = reference_exact.encode(x, RADIX)

@@ -10,6 +10,7 @@ import tarfile
 import time
 from pathlib import Path
 
+import compare
 import pytest
 import run
 import schedules
@@ -64,25 +65,22 @@ def test_a_change_counts_only_beyond_the_noise():
 
 
 @pytest.mark.parametrize(("factor", "code", "words"), [(1.0, 0, "0 worse"), (2.0, 1, "worse  b, p, 1, float32")])
-def test_the_comparison_of_two_tables(tmp_path, factor, code, words):
+def test_the_comparison_of_two_tables(tmp_path, monkeypatch, capsys, factor, code, words):
     before = row(0.99, 1.0, 1.01)
     after = dataclasses.replace(before, p20=0.99 * factor, p50=factor, p80=1.01 * factor)
     write(tmp_path / "before.csv", [before]), write(tmp_path / "after.csv", [after])
-    command = [sys.executable, BENCH / "compare.py", tmp_path / "before.csv", tmp_path / "after.csv"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == code, result.stderr
-    assert words in result.stdout
+    monkeypatch.setattr(sys, "argv", ["compare.py", str(tmp_path / "before.csv"), str(tmp_path / "after.csv")])
+    assert compare.main() == code
+    assert words in capsys.readouterr().out
 
 
-def test_the_comparison_names_a_file_that_is_not_a_table(tmp_path):
+def test_the_comparison_names_a_file_that_is_not_a_table(tmp_path, monkeypatch, capsys):
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
-    result = subprocess.run(
-        [sys.executable, BENCH / "compare.py", tmp_path / "x.csv", tmp_path / "missing.csv"],
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 2
-    assert "x.csv has the columns ['a', 'b']" in result.stderr
+    monkeypatch.setattr(sys, "argv", ["compare.py", str(tmp_path / "x.csv"), str(tmp_path / "missing.csv")])
+    with pytest.raises(SystemExit) as end:
+        compare.main()
+    assert end.value.code == 2
+    assert "x.csv has the columns ['a', 'b']" in capsys.readouterr().err
 
 
 def test_providers_take_turns():
@@ -219,7 +217,7 @@ def test_every_committed_row_is_of_a_part_and_of_a_commit():
 
 def test_the_theory_page_says_what_schedules_were_worth_in_training():
     """If the rows have changed, copy the output of python bench/schedules.py to docs/theory.md."""
-    assert schedules.table(schedules.read()) in (BENCH.parent / "docs" / "theory.md").read_text(encoding="utf-8")
+    assert schedules.tables(schedules.read()) in (BENCH.parent / "docs" / "theory.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -311,11 +309,15 @@ def test_the_share_of_a_copys_bandwidth():
     assert module.bandwidth_shares(ratios) == {"fused": 0.9, "fused with norms": 0.45}
 
 
-def test_the_zoo_asks_for_a_checkout_of_torchdeq(tmp_path):
-    pytest.importorskip("torchdeq", reason="torchdeq is not installed: pip install 'revdeq[torchdeq]'")
-    result = subprocess.run([sys.executable, BENCH / "zoo.py", tmp_path], capture_output=True, text=True)
-    assert result.returncode == 2
-    assert "has no deq-zoo: is it a clone of torchdeq?" in result.stderr
+def test_the_zoo_asks_for_a_checkout_of_torchdeq(tmp_path, monkeypatch, capsys):
+    zoo = pytest.importorskip(
+        "zoo", reason="torchdeq is not installed: pip install 'revdeq[torchdeq]'", exc_type=ImportError
+    )
+    monkeypatch.setattr(sys, "argv", ["zoo.py", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        zoo.main()
+    assert end.value.code == 2
+    assert "has no deq-zoo: is it a clone of torchdeq?" in capsys.readouterr().err
 
 
 def test_every_program_of_the_zoo_was_run_with_every_solver():
