@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -22,6 +23,9 @@ PATIENCE = 300
 
 ATTEMPTS = 50
 """How often an evaluation is repeated because another thread used the generators at the same time."""
+
+PAUSE = 1.0
+"""How long a solve waits for the first evaluations of others, in seconds. They may take long, or wait for it."""
 
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 """The getter and the setter of a setting."""
@@ -168,11 +172,13 @@ class Draw:
     All threads share the default generators. A lock lets one solve at a time draw, but a thread that does not solve may
     draw at any time. If there are other threads, it is unclear whether f advanced the generators: the second evaluation
     is watched for operations that draw, and an evaluation after which the generators differ from the one before is
-    repeated until two in succession agree.
+    repeated until two in succession agree. To agree by chance, both would have to be disturbed equally, as by the first
+    evaluation of another solve, which does not take the lock: a solve waits for its end before it repeats its own.
     """
 
     turn: ClassVar = threading.Lock()  # acquired in C, so that Ctrl-C cannot interrupt it halfway
     _turns: ClassVar = 0  # counts acquisitions
+    _beside: ClassVar[set["Draw"]] = set()  # those in a first evaluation, without the lock
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -181,6 +187,7 @@ class Draw:
         self._end: list[Tensor] = []  # the generators after the last accepted evaluation
         self._tried: list[Tensor] | None = None  # and after the last rejected one
         self._attempts, self._is_in_doubt, self._was_beside_a_turn = 0, False, False
+        self._deadline: float | None = None
         # A solve inside an f that holds the lock shares it, even if its backward pass runs in another thread.
         self._has_turn = _thread.draws
 
@@ -190,6 +197,8 @@ class Draw:
         run = self._first if self.draws is None else self._again
         if self._has_turn or _thread.draws:
             return run(f, *args, **kwargs)
+        if self._is_in_doubt or self._tried is not None:
+            self._wait_for_others()
         with self._turn():
             Draw._turns += 1
             _thread.turns += 1
@@ -202,9 +211,15 @@ class Draw:
     def _beside_others(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The first evaluation runs without the lock, because several threads may wait for each other (at a barrier, in
         a collective). If another thread held the lock meanwhile, and so changed the generators, it is repeated."""
+        if self._has_turn:
+            return self._first(f, *args, **kwargs)
         turns, is_taken = self._turns - _thread.turns, self.turn.locked()
-        result = self._first(f, *args, **kwargs)
-        if not self._has_turn and (is_taken or self._turns - _thread.turns > turns):
+        try:
+            self._beside.add(self)
+            result = self._first(f, *args, **kwargs)
+        finally:
+            self._beside.discard(self)
+        if is_taken or self._turns - _thread.turns > turns:
             self.draws, self._was_beside_a_turn = None, True
             raise OnceMore
         return result
@@ -223,6 +238,7 @@ class Draw:
 
     def _again(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found: list[Tensor] = []  # the generators before they are rewound
+        is_beside = bool(self._beside)
 
         def rewind() -> None:
             found[:] = _device.generator_states(self._device)
@@ -238,19 +254,21 @@ class Draw:
                 result = f(*args, **kwargs)
             self.draws = bool(found)
             if self.draws and self._others_may_draw():
-                self._compare(_device.generator_states(self._device))
+                self._compare(_device.generator_states(self._device), is_beside or bool(self._beside))
             self._is_in_doubt = False
             return result
         finally:
             if found:
                 _device.set_generator_states(self._device, found)
 
-    def _compare(self, end: list[Tensor]) -> None:
+    def _compare(self, end: list[Tensor], is_beside: bool) -> None:
         """Whether only f advanced the generators."""
-        if _equal(self._end, end):
+        is_chance = is_beside and self._deadline is not None and time.monotonic() < self._deadline  # that they agree
+        if _equal(self._end, end) and not (self._is_in_doubt and is_chance):
             self._tried, self._attempts = None, 0
             return
-        if self._tried is not None and _equal(self._tried, end):  # f may draw more or fewer numbers than before
+        # f may draw more or fewer numbers than before
+        if self._tried is not None and _equal(self._tried, end) and not is_chance:
             self._end, self._tried, self._attempts = end, None, 0
             if self._is_in_doubt:
                 self._is_in_doubt = False
@@ -260,6 +278,13 @@ class Draw:
         if self._attempts > ATTEMPTS:
             raise RuntimeError(ANOTHER_THREAD)
         raise OnceMore
+
+    def _wait_for_others(self) -> None:
+        """Until no other solve is in its first evaluation."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + PAUSE
+        while self._beside and time.monotonic() < self._deadline:
+            time.sleep(1e-4)
 
     def _others_may_draw(self) -> bool:
         """Whether there are other threads. During graph capture nothing can be compared."""
@@ -280,7 +305,7 @@ class Draw:
     @classmethod
     def _start_anew(cls) -> None:
         """In a forked process: a thread that held the lock may not exist."""
-        cls.turn = threading.Lock()
+        cls.turn, cls._beside = threading.Lock(), set()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -56,6 +56,37 @@ def test_first_evaluations_in_two_threads_may_wait_for_each_other(draws):
         assert torch.isin((y * 2**12).round(), expected).all()
 
 
+def test_another_first_evaluation_may_disturb_the_first_two_equally():
+    """It does not take the generator lock. If it drew once during each of them, they would leave the generators in the
+    same state, with another mask than the others: the second one waits for it."""
+    met, has_drawn, go_on, ended = threading.Barrier(2, timeout=30), *(threading.Event() for _ in range(3))
+    calls = [0, 0]
+
+    def f(z, thread):
+        calls[thread] += 1
+        mask = F.dropout(torch.ones(500))
+        if calls[thread] == 1:
+            has_drawn.set()
+            met.wait()
+            if thread == 1:
+                go_on.wait(0.2)
+        if (calls[0], thread) == (2, 0):
+            go_on.set()
+            ended.wait(30)
+        mask = mask * F.dropout(torch.ones(500)) / 2
+        if thread == 1:
+            ended.set()
+        return mask + 0 * z
+
+    def run(thread):
+        if thread == 1:
+            has_drawn.wait(30)
+        return revdeq.solve(f, torch.zeros(500, requires_grad=True), thread, max_steps=12).y.detach()
+
+    for y in in_two_threads(run):
+        assert has_one_mask(y, 12)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("draws", [False, True])
