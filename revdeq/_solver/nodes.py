@@ -138,7 +138,7 @@ class _End(torch.autograd.Function):
         ctx.like = [(x.dtype, x.shape, x.device, x.stride()) for x in own]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*own)
-        tape._end = weakref.ref(ctx)
+        tape.end_node = weakref.ref(ctx)
         return (*values, *tensors[size:])
 
     @backward

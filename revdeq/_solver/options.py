@@ -133,7 +133,7 @@ class Options:
         _at_least("keep", self.keep, 0, "the number of last evaluations whose graphs are kept")
         if self.backward_steps is not None:
             _at_least("backward_steps", self.backward_steps, 1, "the number of last steps to differentiate; None: all")
-        if self.tol is not None and not isinstance(self.tol, Real):
+        if self.tol is not None and not _is_number(self.tol):
             raise TypeError(f"tol = {self.tol!r} must be a number, or None to take exactly max_steps steps")
         if self.tol is not None and not 0 < self.tol <= sys.float_info.max:
             self._refuse("tol", "must be positive and finite, or None to take exactly max_steps steps")
@@ -179,14 +179,12 @@ def options_from(keywords: dict[str, Any], names: Sequence[str] = NAMES) -> Opti
                 raise TypeError(f"unknown keyword {name}, a tensor: pass f's tensors positionally: solve(f, z0, x)")
             raise TypeError(f"unknown keyword {name} = {value!r}: {hint}")
     try:
-        return _options(tuple(keywords.items()))
+        return _options(**keywords)
     except TypeError:  # a schedule may be a list
         return Options(**keywords)
 
 
-@functools.lru_cache(256)
-def _options(keywords: tuple[tuple[str, Any], ...]) -> Options:
-    return Options(**dict(keywords))
+_options = functools.lru_cache(256, typed=True)(Options)  # 1 and True are equal, but not both are valid
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -228,6 +226,10 @@ def documented(docstring: str, only: Sequence[str] = NAMES) -> str:
     return before + f"\n{indent}".join(described) + after
 
 
+def _is_number(x: Any) -> bool:
+    return isinstance(x, Real) and not isinstance(x, bool)
+
+
 def _float32(x: Any) -> float:
     try:
         return float32(float(x))
@@ -240,7 +242,7 @@ MOST = {"beta": "(0, 2) and not 1", "gamma": "(0, 3]"}
 
 def _check_pair(beta_name: str, beta: Any, gamma_name: str, gamma: Any) -> None:
     for kind, name, value in (("beta", beta_name, beta), ("gamma", gamma_name, gamma)):
-        if not isinstance(value, Real):
+        if not _is_number(value):
             raise TypeError(f"{name} = {value!r} must be a number in {MOST[kind]}; `schedule` takes one for each step")
         rounded = _float32(value)
         if not rounded > 0 or not (rounded < 2 or (kind == "gamma" and rounded <= 3)):

@@ -43,6 +43,11 @@ def is_compiled_module(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
+COMPILED_FROM = "_torchdynamo_orig_callable"
+"""The attribute of torch.compile(f) that is f. Without it, what f captures is not checked for changes, and the log may
+say once that f is not compiled."""
+
+
 def not_refusing_to_overwrite() -> Any:
     """Context manager in which compiled functions that overwrite their saved tensors can be differentiated with
     retain_graph=True, for those who give them copies. Without it, torch's error says what to set."""

@@ -129,7 +129,7 @@ class Tape:
         self._left: State = []  # the states after the last of single steps
         self._kept: collections.deque[int] = collections.deque()
         self._way_back: WayBack | None = None
-        self._end: Callable[[], Any] = lambda: None
+        self.end_node: Callable[[], Any] = lambda: None  # a weak reference: the node refers to the tape
         self._lock = threading.RLock()
 
     # Forward
@@ -540,7 +540,7 @@ class Tape:
         """The last states, and their spilled remainders."""
         if self._is_stepwise:
             return self.own() if self._home is not None else self._left
-        ctx = self._end()
+        ctx = self.end_node()
         if ctx is None:
             raise RuntimeError(
                 "only a tensor that f stored is left of this solve, but inverting its steps needs the final states: "

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .. import _device
-from .private import is_compiled_module
+from .private import COMPILED_FROM, is_compiled_module
 
 STATEFUL = (
     "every evaluation of f would change, in the backward pass too: move the layer out of f, as the paper does, use a "
@@ -220,7 +220,7 @@ def reachable(f: Any) -> tuple[list[nn.Module], dict[str, Tensor], list[Slot]]:
 def is_compiled(f: Any) -> bool:
     """Whether f, or a part of it, is compiled."""
     for _, x, _ in _held(f):
-        if hasattr(x, "_torchdynamo_orig_callable"):
+        if _attribute(x, COMPILED_FROM) is not None:
             return True
         if isinstance(x, nn.Module) and any(map(is_compiled_module, x.modules())):
             return True
@@ -244,7 +244,7 @@ def _held(f: Any) -> Iterator[tuple[str, Any, Slot | None]]:
 def _held_by(of: str, x: Any) -> Iterator[tuple[str, Any, Slot | None]]:
     """The contents of a callable or container that may lead to a module. Objects may have any attribute, or raise any
     error."""
-    compiled = _attribute(x, "_torchdynamo_orig_callable")
+    compiled = _attribute(x, COMPILED_FROM)
     if callable(compiled):
         yield of, compiled, None
     elif isinstance(x, types.FunctionType):

@@ -64,7 +64,8 @@ def test_options_are_documented_and_declared_wherever_they_are_taken():
         *(({"max_steps": n}, ValueError, f"max_steps = {n} .*at least 1") for n in (0, -3)),
         *(({"max_steps": n}, TypeError, f"max_steps = {n!r} .*integer") for n in (2.5, "4")),
         *(({"tol": tol}, ValueError, f"tol = {tol} .*None") for tol in (0, -1e-3, math.nan, math.inf)),
-        ({"tol": "1e-3"}, TypeError, "tol = '1e-3' .*None"),
+        *(({"tol": tol}, TypeError, f"tol = {tol!r} .*None") for tol in ("1e-3", True)),
+        *(({name: True}, TypeError, f"{name} = True .*number") for name in ("beta", "gamma")),
         ({"check": "ignore"}, ValueError, "check = 'ignore' .*'warn', 'raise' or None"),
         ({"state": "float32"}, ValueError, "state = 'float32' .*'auto', 'float64', 'exact'"),
         ({"gradient": "ift"}, ValueError, "gradient = 'ift' .*'exact'.*'implicit'"),
@@ -86,6 +87,14 @@ def test_bad_options(keywords, error, message):
         revdeq.RevDEQ(torch.cos, **keywords)
     with pytest.raises(error, match=message):
         revdeq.verify(torch.cos, torch.zeros(1), **keywords)
+
+
+def test_a_bad_option_that_equals_a_good_one_from_an_earlier_solve():
+    """True equals 1, in a cache, too."""
+    for name, good, bad in (("max_steps", 1, True), ("gamma", 1.0, True), ("indexed", False, 0)):
+        revdeq.solve(lambda z, evaluation=0: torch.cos(z), torch.zeros(1), **{name: good})
+        with pytest.raises(TypeError, match=f"{name} = {bad}"):
+            revdeq.solve(torch.cos, torch.zeros(1), **{name: bad})
 
 
 Z, TWO = torch.zeros(3), (torch.zeros(3), torch.zeros(3))
