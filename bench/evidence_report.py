@@ -118,16 +118,18 @@ def steps_table(tables, name):
     return markdown(["", *(f"N = {n}" for n in study.depths)], rows)
 
 
-def score_table(tables, name):
-    groups = tables.by_budget(name)
-    longest = max(int(row["updates"]) for budgets in groups.values() for rows in budgets for row in rows)
-    rows = []
-    for label, (same, timed, long) in groups.items():
-        at_the_time = f"{score(timed)} ({int(timed[0]['updates']):,})" if timed else ""
-        rows.append([label, f"{int(same[0]['parameters']):,}", score(same), at_the_time, score(long) if long else ""])
-    header = "", "parameters", f"{STUDIES[name].updates} updates", "the same time (updates)", f"{longest:,} updates"
-    columns = [i for i in range(5) if any(row[i] for row in rows) and header[i] not in header[:i]]
-    return markdown([header[i] for i in columns], [[row[i] for i in columns] for row in rows])
+def score_table(tables, titles):
+    """A group of rows for each study: its variants with the same updates, in the same time, and with many updates."""
+    rows, longest = [], 0
+    for name, title in titles.items():
+        groups = tables.by_budget(name)
+        rows.append([f"**{title}**", "", f"*{STUDIES[name].updates} updates*", "", ""])
+        for label, (same, timed, long) in groups.items():
+            at_the_time = f"{score(timed)} ({int(timed[0]['updates']):,})" if timed else ""
+            parameters = f"{int(same[0]['parameters']):,}"
+            rows.append([label, parameters, score(same), at_the_time, score(long) if long else ""])
+            longest = max([longest, *(int(row["updates"]) for row in long)])
+    return markdown(["", "parameters", "equal updates", "equal time (updates)", f"{longest:,} updates"], rows)
 
 
 LOOPS = {
@@ -262,9 +264,10 @@ def page(results):
     """The text of the page, and its pictures by name."""
     tables = Tables(results)
     made = facts(tables) | {"program": program_table(results)}
-    for name, study in STUDIES.items():
-        made[name] = (puzzle_table if study.sizes else score_table)(tables, name)
-        made[f"{name}_steps"] = steps_table(tables, name) if study.sizes else ""
+    made["scores"] = score_table(
+        tables, {"language": "text: validation perplexity", "image": "images: validation accuracy in %"}
+    )
+    made["maze"], made["maze_steps"] = puzzle_table(tables, "maze"), steps_table(tables, "maze")
     text = (results / "page.md").read_text(encoding="utf-8").format_map(made)
     return text, {"transfer": transfer_figure(tables), "budgets": budgets_figure(tables)}
 
