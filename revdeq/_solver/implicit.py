@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .. import kernels
 from .call import as_before
-from .context import OnceMore
 from .nodes import backward, refuse_other_derivatives
 from .norms import norm
 from .places import Filled
@@ -26,7 +25,7 @@ from .private import graph_is_kept, not_refusing_to_overwrite
 from .scheme import relax, relax_norms
 from .state import State, dense
 from .tape import Tape
-from .way_back import no_leaf, scaled
+from .way_back import scaled
 
 
 class Implicit(torch.autograd.Function):
@@ -56,7 +55,7 @@ class Implicit(torch.autograd.Function):
         )
         seeds = [y.add_(z) for y, z in zip(by_y, by_z, strict=True)]
         tape.places.needs_versions = True  # the saved tensors are read several times
-        now = _evaluated_again(ctx, read)
+        now = tape.places.again(ctx.home, ctx.k, tape.f, read, as_before(tape.f, tape.places.leaves))
         if tape.monitor is not None:
             tape.monitor.judge_same(now, before)
         u = _solved(ctx, seeds)
@@ -65,14 +64,6 @@ class Implicit(torch.autograd.Function):
         if not graph_is_kept():
             del tape.f  # free what it captures: there will be no other backward pass
         return (None, None, *(x.to(out.dtype) for x, out in zip(u, now, strict=True)))
-
-
-def _evaluated_again(ctx: Any, read: State) -> State:
-    f, places = ctx.tape.f, ctx.tape.places
-    while True:
-        with contextlib.suppress(OnceMore), as_before(f, places.leaves)():
-            leaves = [x.clone().requires_grad_() for x in read]
-            return places.again(ctx.home, ctx.k, f, list(map(no_leaf, leaves)) if f.changes_its_input else leaves)
 
 
 def _solved(ctx: Any, seeds: State) -> State:

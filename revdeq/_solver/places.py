@@ -5,6 +5,7 @@ place. In the backward pass f is evaluated again, saves the same tensors in the 
 evaluation.
 """
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -16,11 +17,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .. import _device
-from .context import untraced
+from .context import OnceMore, untraced
 from .monitor import ReconstructionError
 from .state import State
 
 if TYPE_CHECKING:
+    from .call import Call
     from .tape import Tape
 
 MODIFIED = (
@@ -295,8 +297,24 @@ class Places:
             raise RuntimeError(NOT_DIFFERENTIATED)
         return self.filled[k].tensors[i]
 
-    def again(self, home: Home, k: int, f: Callable[[State, int], State], read: State) -> State:
-        """Repeat evaluation k: the tensors that f saves fill its places. Returns the outputs of f."""
+    def again(
+        self, home: Home, k: int, f: "Call", read: State, around: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> State:
+        """Repeat evaluation k, in the context of `around`: the tensors that f saves fill its places. Returns the
+        outputs of f."""
+        while True:
+            leaves = [x.clone() if f.changes_its_input else x.detach() for x in read]
+            for x in leaves:
+                x.requires_grad_()
+            try:
+                with around():
+                    return self._again(home, k, f, list(map(_no_leaf, leaves)) if f.changes_its_input else leaves)
+            except Differentiates:
+                self.needs_versions = True
+            except OnceMore:
+                continue
+
+    def _again(self, home: Home, k: int, f: "Call", read: State) -> State:
         begin, filled = self._begins[k], Filled([] if self.needs_versions else None)
 
         def hold(x: Any) -> int:
@@ -338,6 +356,21 @@ class Places:
             same = likes[0] == likes[1] and (not _device.can_look(before) or torch.equal(before, now))  # type: ignore[arg-type]
             if not same:
                 raise RuntimeError(OTHER_TENSORS.format(shape=tuple(before.shape)))
+
+
+class _NoLeaf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _no_leaf(x: Tensor) -> Tensor:
+    """An alias of the memory, which f may modify in place."""
+    return _NoLeaf.apply(x)
 
 
 def _differentiates(nothing: None) -> Tensor:

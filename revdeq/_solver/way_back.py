@@ -13,10 +13,9 @@ from torch.autograd.graph import increment_version
 from ..kernels import reference
 from ..kernels.half_step import LANES, Coefficients, chunk_count
 from .call import as_before
-from .context import OnceMore
 from .monitor import Sizes, apart, typical_magnitudes
 from .norms import inner
-from .places import Differentiates, Home
+from .places import Home
 from .private import current_pass
 from .state import State, dense, is_dense, two_like
 
@@ -258,22 +257,12 @@ class WayBack:
             self._magnitudes = magnitudes_of(self._scheme, self._read, self._outputs)
 
     def _evaluated_again(self, home: Home, k: int) -> State:
-        tape, f = self._tape, self._tape.f
+        f = self._tape.f
         if self._as_before is None:
             self._as_before = as_before(f, self._places.leaves)
-        while True:
-            # With a different layout, f might compute different bits.
-            read = self._read if k > 0 else [x if is_dense(x) else x.clone() for x in tape.z0]
-            leaves = [x.detach() for x in read] if not f.changes_its_input else [x.clone() for x in read]
-            for x in leaves:
-                x.requires_grad_()
-            try:
-                with self._as_before():
-                    return self._places.again(home, k, f, list(map(no_leaf, leaves)) if f.changes_its_input else leaves)
-            except Differentiates:
-                self._places.needs_versions = True
-            except OnceMore:
-                continue
+        # With a different layout, f might compute different bits.
+        read = self._read if k > 0 else [x if is_dense(x) else x.clone() for x in self._tape.z0]
+        return self._places.again(home, k, f, read, self._as_before)
 
     def _arrive(self) -> None:
         """At the initial state, or where the backward pass ends: check the reconstruction."""
@@ -391,18 +380,3 @@ def scaled(grad: Tensor | None, factor: float, like: Tensor) -> Tensor:
 
 def scale_to(result: Tensor, grad: Tensor, factor: float) -> Tensor:
     return torch.mul(grad, factor, out=result) if grad.dtype == result.dtype else result.copy_(grad).mul_(factor)
-
-
-class _NoLeaf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-def no_leaf(x: Tensor) -> Tensor:
-    """An alias of the memory, which f may modify in place."""
-    return _NoLeaf.apply(x)
