@@ -1,10 +1,12 @@
 """The machine code of the Triton kernels, cross-compiled for many GPUs: no kernel costs more than its row in budgets.py
 allows."""
 
+import ast
 import dataclasses
 import itertools
 import os
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import gpu_targets
@@ -41,12 +43,19 @@ def compiled(request):
                 BUDGETS[kernel].launch()
             yield result
 
-    jobs = []
+    jobs, parse, one_at_a_time = [], ast.parse, threading.Lock()
+
+    def parse_alone(*args, **kwargs):
+        with one_at_a_time:
+            return parse(*args, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton, "compile", lambda *source, **options: jobs.append((source, options)))
         patch.setattr(gpu_targets, "_compiled", {}, raising=False)
         list(launched())
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool, pytest.MonkeyPatch.context() as patch:
+        # In two threads, Python 3.11 may fail: "AST constructor recursion depth mismatch".
+        patch.setattr(ast, "parse", parse_alone)
         list(pool.map(lambda job: triton.compile(*job[0], **job[1]), jobs))
         kernels = [kernel for (kernel,) in launched()]  # from Triton's own cache
         return dict(zip(chosen, zip(kernels, pool.map(machine_code.statistics, kernels), strict=True), strict=True))
