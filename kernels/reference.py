@@ -112,7 +112,7 @@ def update_adjoint(
 def lane_ratios(error: Tensor, state: Tensor, floor: Tensor) -> Tensor:
     """The largest relative error of each lane in float32, as bits: int32 of shape [chunks, LANES]. An error is relative
     to the state, or to `floor` if the state is smaller. Bits are ordered like the numbers, and NaN is the largest."""
-    ratio = error.float().abs() / torch.maximum(state.float().abs(), floor)
+    ratio = (error.float() / torch.maximum(state.float().abs(), floor)).abs()  # the NaN of inf / inf has a sign
     return _in_rows(ratio.view(torch.int32)).amax(1)
 
 

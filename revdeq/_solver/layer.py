@@ -12,7 +12,7 @@ from .norms import relative_changes
 from .options import NAMES, Options, documented, options_from, with_options
 from .schedule import CLOSEST_TO_1, inside
 from .scheme import radix_of
-from .solve import Solution, checked_f, renamed, solve, steps
+from .solve import Solution, checked_f, learnt, renamed, solve, steps
 from .tune import OPTIONS, Tuning, tune
 from .unrolled import is_traced
 
@@ -83,6 +83,11 @@ class RevDEQ(nn.Module):
         super().__init__()
         self.f = checked_f(f)
         checked = options_from(options)
+        if learnt(options) is not None:
+            raise ValueError(
+                "schedule requires a gradient, which the layer would not return: use learn_coefficients=True, which "
+                "starts from schedule.detach(), or revdeq.solve"
+            )
         radix_of(checked)
         for name in NAMES:
             setattr(self, name, getattr(checked, name))

@@ -221,9 +221,10 @@ class Monitor:
     def judge_same(self, now: Sequence[Tensor], before: Sequence[Tensor]) -> None:
         """Check gradient="implicit": compare the last output of f in the backward pass with that of the forward
         pass."""
-        if now[0].numel() == 0:
+        pairs = [(x, y) for x, y in zip(now, before, strict=True) if x.numel() > 0]
+        if not pairs:
             return
-        worst = [((x - y).float().abs().amax(), y.float().abs().amax()) for x, y in zip(now, before, strict=True)]
+        worst = [((x - y).float().abs().amax(), y.float().abs().amax()) for x, y in pairs]
         report(torch.stack([torch.stack(pair) for pair in worst]), self._decide_same)
 
     def _decide_same(self, values: Tensor) -> None:

@@ -178,9 +178,10 @@ def options_from(keywords: dict[str, Any], names: Sequence[str] = NAMES) -> Opti
             if isinstance(value, torch.Tensor):
                 raise TypeError(f"unknown keyword {name}, a tensor: pass f's tensors positionally: solve(f, z0, x)")
             raise TypeError(f"unknown keyword {name} = {value!r}: {hint}")
+    is_immutable = type(keywords.get("schedule", ())) in (tuple, type(None))  # a tensor may change, and holds its graph
     try:
-        return _options(**keywords)
-    except TypeError:  # a schedule may be a list
+        return _options(**keywords) if is_immutable else Options(**keywords)
+    except TypeError:  # not hashable, or invalid
         return Options(**keywords)
 
 

@@ -378,6 +378,11 @@ def _constants_of(**keywords: Any) -> tuple[Coefficients, tuple[Coefficients, ..
 _constants_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # or torch.export would trace into Fraction
 
 
+def refuse_solution(z0: Any, of: str) -> None:
+    if isinstance(z0, Solution):
+        raise TypeError(f"z0 is a revdeq.Solution, which {of} does not continue: pass its z, {of}(f, solution.z, x)")
+
+
 def checked_f(f: Any) -> Callable[..., Any]:
     if not callable(f):
         raise TypeError(f"f = {f!r} must be callable: a module, or a function f(z, *args)")

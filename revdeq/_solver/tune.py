@@ -34,7 +34,7 @@ from ..kernels.radix import Radix
 from .monitor import ConvergenceWarning
 from .options import Exact, options_from, with_options
 from .schedule import CLOSEST_TO_1, UPDATES, Pairs, Problem, anderson, descend
-from .solve import checked_f
+from .solve import checked_f, refuse_solution
 from .state import checked_state
 
 OPTIONS = ("beta", "gamma", "max_steps", "tol", "indexed", "aux")
@@ -206,6 +206,7 @@ def tune(
         >>> z = revdeq.solve(f, z0, x, schedule=found, max_steps=2).z
     """
     checked = options_from(options, OPTIONS)
+    refuse_solution(z0, "tune")
     if abs(1 - checked.beta) < CLOSEST_TO_1:
         raise ValueError(
             f"beta = {checked.beta!r} is within 1/16 of 1, where the backward pass would lose too many bits: start "

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .monitor import ATOMICS, LARGEST_GROWTH
 from .norms import norm
 from .options import NAMES, options_from, with_options
-from .solve import checked_f, solve
+from .solve import checked_f, refuse_solution, solve
 
 IGNORED = ("check", "gradient", "keep", "backward_steps")
 """Options that are accepted, but have no effect here."""
@@ -107,6 +107,7 @@ def verify(
     checked = options_from(options)
     if checked.gradient != "exact":
         raise ValueError(f"gradient = {checked.gradient!r}: verify applies to gradient='exact' only; leave it out")
+    refuse_solution(z0, "verify")
     recorder = _Recorder(checked_f(f))
     with torch.inference_mode(False), torch.enable_grad():
         initial = _requiring_grad(z0)

@@ -67,7 +67,8 @@ def _looks_ahead(model: nn.Module, inputs: Tensor, vocabulary: int) -> str:
     model.eval()
     for layer in model.modules():
         if isinstance(layer, RevDEQ):
-            layer.tol = None  # a stopping test depends on all positions
+            # A stopping test depends on all positions.
+            layer.tol, layer.per_example, layer.compact = None, False, False
     other = inputs.clone()
     other[:, -1] = (other[:, -1] + 1) % vocabulary
     before, after = (model(tokens)[:, :-1].float() for tokens in (inputs, other))

@@ -579,3 +579,14 @@ def test_a_layers_options_may_be_changed_between_calls():
     with pytest.raises(ValueError, match="max_steps = 0 must be at least 1"):
         deq(x)
     assert math.isclose(copy.deepcopy(deq).gamma, 0.9)
+
+
+def test_an_implicit_gradient_with_an_empty_tensor_in_the_state():
+    w = torch.tensor(0.5, requires_grad=True)
+    z0 = torch.zeros(2, 3), torch.zeros(2, 0)
+    z, _ = revdeq.solve(
+        lambda z: (torch.cos(w * z[0]), z[1]), z0, gradient="implicit", max_steps=30, gamma=0.7, check="raise"
+    ).z
+    z.sum().backward()
+    zw = 6 * -(torch.sin(w * z) * z / (1 + w * torch.sin(w * z))).mean()
+    torch.testing.assert_close(w.grad, zw.detach())

@@ -1,7 +1,9 @@
 """A pair of coefficients for every half-step: results, gradients, the search, and saving it."""
 
+import gc
 import io
 import math
+import weakref
 
 import pytest
 import torch
@@ -125,6 +127,32 @@ def test_the_gradient_of_the_coefficients_with_a_nested_state():
     _, (a, b) = unrolled(of_one, torch.stack([z0["a"], z0["b"][0]]), schedule)
     (theirs,) = torch.autograd.grad(a.square().sum() + b.sin().sum(), schedule)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9 * theirs.abs().max().item())
+
+
+def test_a_schedule_that_an_optimizer_changes_in_place_is_read_again():
+    f, x = Block(), torch.randn(4, 6)
+    schedule = random_schedule(4).requires_grad_()
+    first = revdeq.solve(f, torch.zeros(4, 6), x, max_steps=2, schedule=schedule).z
+    with torch.no_grad():
+        schedule.copy_(random_schedule(4))
+    second = revdeq.solve(f, torch.zeros(4, 6), x, max_steps=2, schedule=schedule).z
+    assert not torch.equal(first, second)
+    assert torch.equal(second, revdeq.solve(f, torch.zeros(4, 6), x, max_steps=2, schedule=schedule.tolist()).z)
+
+
+def test_a_schedule_is_freed_after_its_solve():
+    """With the graph that it may have."""
+    schedule = random_schedule(4).requires_grad_() * 1
+    alive = weakref.ref(schedule)
+    revdeq.solve(torch.cos, torch.zeros(3), max_steps=2, schedule=schedule).z.sum().backward()
+    del schedule
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_layer_refuses_a_schedule_that_requires_a_gradient():
+    with pytest.raises(ValueError, match="schedule.*learn_coefficients=True"):
+        revdeq.RevDEQ(Block(), max_steps=2, schedule=random_schedule(4).requires_grad_())
 
 
 def test_a_learnt_constant_pair_gets_the_sum_of_gradients():

@@ -76,3 +76,10 @@ def test_the_hash_depends_on_every_bit_and_its_position():
         assert bit_hash(changed) != bit_hash(x)
     assert bit_hash(torch.zeros(3)) != bit_hash(-torch.zeros(3))
     assert bit_hash((x, x + 1)) != bit_hash((x + 1, x))
+
+
+def test_a_solution_is_refused_as_an_initial_state():
+    solution = revdeq.solve(torch.cos, torch.zeros(3), max_steps=2)
+    for function in (revdeq.verify, revdeq.tune):
+        with pytest.raises(TypeError, match=r"z0 .*solution\.z"):
+            function(torch.cos, solution, max_steps=2)

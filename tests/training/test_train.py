@@ -807,9 +807,9 @@ class LooksBack(LooksAhead):
         return torch.tanh(self.conv(nn.functional.pad(z, (0, 0, 1, 0)).mT)[..., :-1].mT + x)
 
 
-@pytest.mark.parametrize("tol", [None, 1e-3])
-def test_a_block_that_sees_the_answer_is_refused(folder, tmp_path, tol):
-    settings = {**SETTINGS["wikitext2-tiny"], "updates": 1, "tol": tol}
+@pytest.mark.parametrize("options", [{}, {"tol": 1e-3}, {"tol": 1e-3, "per_example": True}], ids=str)
+def test_a_block_that_sees_the_answer_is_refused(folder, tmp_path, options):
+    settings = {**SETTINGS["wikitext2-tiny"], "updates": 1, **options}
     with pytest.raises(presets.SettingError, match="make it causal"):
         revdeq.train("wikitext2-tiny", folder, tmp_path / "a", device="cpu", quiet=True, block=LooksAhead, **settings)
     revdeq.train("wikitext2-tiny", folder, tmp_path / "b", device="cpu", quiet=True, block=LooksBack, **settings)
