@@ -266,7 +266,7 @@ def measured(task, threads, folder, out):
         "best_validation": last["best"],
         "loss": final["loss"],
         "evaluations": "" if explicit else test.evaluations,
-        "residual": "" if test.residual is None else test.residual,
+        "change": "" if test.change is None else test.change,
         "seconds": last["seconds"],
         "torch": torch.__version__,
         "machine": f"{platform.machine()}, {threads} threads",

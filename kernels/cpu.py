@@ -49,6 +49,7 @@ def load(path: str) -> Any:
             seed = [c_void_p, c_int] if name.startswith("invert") else []
             function.argtypes = [c_void_p, c_void_p, c_int, c_int, *[c_void_p] * pointers, *seed]
             function.restype = c_int if prefix == "revdeq_exact_" and name.startswith("relax") else None
+    c_int32.in_dll(library, "revdeq_has_examples")  # raises if the library is of an earlier version
     found = c_int32.in_dll(library, "revdeq_lanes").value, c_int32.in_dll(library, "revdeq_rows").value
     if found != (LANES, ROWS):
         raise OSError(f"{path} has chunks of {found[1]} rows of {found[0]} lanes, not {ROWS} rows of {LANES}")
@@ -100,7 +101,6 @@ class InC(half_step.HalfStep):
 
     def each(self, ends: Tensor, now: int, kept: float = 1.0) -> None:
         super().each(ends, now, kept)
-        c_int32.in_dll(library, "revdeq_has_examples")  # raises if the library is of an earlier version
         length = self.state.numel() // max(self.examples, 1)
         self._bound.each = Examples(self.examples, length, ends.data_ptr(), kept, now)
 

@@ -118,7 +118,7 @@ class Plan:
 
     @classmethod
     def of_one(cls, step: Radix, spills: bool) -> "Plan":
-        """That of a step whose place among others is not known, but whether it spills the remainder."""
+        """The plan of a single step, which spills its remainder or does not."""
         plan = cls([step, step])
         plan._spills = [spills, spills]
         return plan

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 try:
     import torchdeq
 except ModuleNotFoundError:
-    raise ModuleNotFoundError("revdeq.torchdeq needs torchdeq: pip install 'revdeq[torchdeq]'") from None
+    raise ModuleNotFoundError("revdeq.torchdeq needs torchdeq: pip install torchdeq") from None
 from torchdeq.core import DEQBase
 from torchdeq.dropout import _VariationalDropoutNd
 from torchdeq.solver.stat import SolverStat

@@ -15,7 +15,7 @@ import torch
 
 from revdeq._device import devices, synchronize
 from revdeq._solver.deferred import settle
-from revdeq.kernels import backends, cpu, cpu_exact
+from revdeq.kernels import backends
 
 DEVICE = devices()[0]
 """The device that tests run on: a GPU, if there is one."""
@@ -230,38 +230,39 @@ def _interpret_faster() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
-def _chosen(backend, in_c, on_gpu, interpreted_module):
+NAMES = ["cpu", "triton"]
+"""The backends that are compared with the reference."""
+
+
+def _usable(name):
+    if trouble := backends.BACKENDS[name].missing():
+        pytest.skip(trouble.why)
+    return name
+
+
+def _chosen(name, state, interpreted_module):
     """A half-step class to compare with the reference, and the device it runs on."""
-    if backend == "cpu":
-        if cpu.library is None:
-            pytest.skip("the C kernel was not built: no C compiler")
-        return in_c.HalfStep, torch.device("cpu")
-    if backends.gpu is None:
-        pytest.skip("Triton is not installed")
-    if DEVICE.type != "cpu":
-        return on_gpu.HalfStep, DEVICE
-    return interpreted_module().HalfStep, torch.device("cpu")
+    _usable(name)
+    if name == "triton" and DEVICE.type == "cpu":
+        return interpreted_module().HalfStep, torch.device("cpu")
+    return backends.BACKENDS[name].states[state].HalfStep, DEVICE if name == "triton" else torch.device("cpu")
 
 
-@pytest.fixture(params=["cpu", "triton"])
+@pytest.fixture(params=NAMES)
 def half_step(request):
-    return _chosen(request.param, cpu, backends.gpu, interpreted_gpu_module)
+    return _chosen(request.param, "float64", interpreted_gpu_module)
 
 
-@pytest.fixture(params=["cpu", "triton"])
+@pytest.fixture(params=NAMES)
 def exact_half_step(request):
     """The same for the integer state."""
-    return _chosen(request.param, cpu_exact, backends.gpu_exact, interpreted_gpu_exact_module)
+    return _chosen(request.param, "exact", interpreted_gpu_exact_module)
 
 
-@pytest.fixture(params=["cpu", "triton"])
+@pytest.fixture(params=NAMES)
 def backend(request, monkeypatch):
     """A backend to force, on CPU tensors."""
-    if request.param == "cpu" and cpu.library is None:
-        pytest.skip("the C kernel was not built: no C compiler")
-    if request.param == "triton":
-        if backends.gpu is None:
-            pytest.skip("Triton is not installed")
+    if _usable(request.param) == "triton":
         modules = interpreted_gpu_module(), interpreted_gpu_exact_module()
         monkeypatch.setitem(backends.TRITON.states, "float64", modules[0])
         monkeypatch.setitem(backends.TRITON.states, "exact", modules[1])

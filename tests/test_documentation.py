@@ -17,7 +17,7 @@ from torch import nn
 import revdeq
 from revdeq.training.data import DataSet
 
-pytest.importorskip("torchdeq", reason="torchdeq is not installed: pip install 'revdeq[torchdeq]'")
+pytest.importorskip("torchdeq", reason="torchdeq is not installed")
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -32,20 +32,20 @@ def test_the_examples_are_listed():
     listed = [line.split()[0] for line in result.stdout.splitlines() if line.startswith("  ")]
     assert listed == sorted([*NAMES, NOTEBOOK.name])
     assert "A notebook: revdeq on a rented GPU." in result.stdout
-    assert "pip install 'revdeq[demo,torchdeq]'" in result.stdout
+    assert "pip install scikit-learn torchdeq" in result.stdout
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NEED_NONE])
-def test_an_example_names_the_extras_that_it_needs(monkeypatch, name):
+def test_an_example_names_the_packages_that_it_needs(monkeypatch, name):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(Path(revdeq.examples.__path__[0], f"{name}.py")), run_name="__main__")
-    needed = ("sklearn, torchdeq", "demo,torchdeq") if name == "swap_torchdeq" else ("sklearn", "demo")
-    assert end.value.code == f"This example needs {needed[0]}: pip install 'revdeq[{needed[1]}]'"
+    needed = ("sklearn, torchdeq", "scikit-learn torchdeq") if name == "swap_torchdeq" else ("sklearn", "scikit-learn")
+    assert end.value.code == f"This example needs {needed[0]}: pip install {needed[1]}"
 
 
-pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'revdeq[demo]'")
+pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
 
@@ -69,7 +69,7 @@ def few_digits(load):
 def test_an_example_runs(name, monkeypatch, capsys):
     """A short run. Checking its claims takes minutes (pytest -m full)."""
     if name == "swap_torchdeq":
-        pytest.importorskip("torchdeq", reason="torchdeq is not installed: pip install 'revdeq[torchdeq]'")
+        pytest.importorskip("torchdeq", reason="torchdeq is not installed")
     load = Digits.load
     monkeypatch.setattr(Digits, "load", lambda *args: few_digits(load))
     example = importlib.import_module(f"revdeq.examples.{name}")
@@ -91,7 +91,7 @@ def test_an_equilibrium_in_a_cnn_has_a_third_of_the_parameters_and_is_about_as_a
 
 @pytest.mark.full
 def test_swapping_the_solver_of_torchdeq_makes_the_gradient_exact():
-    pytest.importorskip("torchdeq", reason="torchdeq is not installed: pip install 'revdeq[torchdeq]'")
+    pytest.importorskip("torchdeq", reason="torchdeq is not installed")
     _, implicit, reversible, *_ = run("swap_torchdeq")
     assert min(implicit[0], reversible[0]) > 88
     assert reversible[2] < reversible[3] / 2
@@ -176,7 +176,7 @@ def test_inference_stops_at_the_tolerance_or_at_the_budget():
 
 def test_the_notebook_runs_from_top_to_bottom(monkeypatch, capsys, tmp_path):
     """As Jupyter would run it, without Jupyter's own commands, and at the small size for a CPU."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'revdeq[demo]'").use("Agg")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed").use("Agg")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_l
 
 from .compact import cut, refuse_ambiguous
 from .context import Draw, Settings, WithoutBenchmark
+from .options import NAMES
 from .state import State, flattened, structured
 from .unchanged import Unchanged, contents, fill_caches, put_back, reachable, refuse_sharded
 
@@ -124,6 +125,12 @@ class Call:
                 "cache for each evaluation, as revdeq.models.Equilibrium does, or pass a copy that f does not append to"
             )
 
+    def not_finite(self) -> str | None:
+        """The name of an argument with NaN or infinity, if any."""
+        given = tree_flatten_with_path((self._args, self._kwargs))[0]
+        found = [path for path, x in given if isinstance(x, Tensor) and not x.isfinite().all()]
+        return _name_of(found[0]) if found else None
+
     def end(self) -> None:
         """Called after the last evaluation of the forward pass."""
         seen = self._unchanged
@@ -138,8 +145,7 @@ class Call:
             return
         paths = [path for path, x in tree_flatten_with_path((self._args, self._kwargs))[0] if _can_change(x)]
         rows = zip(paths, versions, self._versions(), strict=False)  # f may also have appended to a list
-        kinds = {"[0]": "args", "[1]": "kwargs"}
-        names = [f"{kinds[keystr(path[:1])]}{keystr(path[1:])}" for path, old, new in rows if old != new]
+        names = [_name_of(path) for path, old, new in rows if old != new]
         if names:
             raise RuntimeError(
                 f"f modifies {' and '.join(names)} in place, which every evaluation would repeat: clone it inside f"
@@ -153,13 +159,17 @@ class Call:
             inspect.signature(f).bind(*[None] * (1 + count), **self._kwargs)
         except ValueError:  # it has no signature
             return None
-        except TypeError:
+        except TypeError as wrong:
             names = ["z", *(("x",) if count == 1 else (f"args[{i}]" for i in range(count)))]
             called = ", ".join([*names, *(f"{name}=..." for name in self._kwargs)])
-            return TypeError(
-                f"f is called as f({called}), but it does not take these arguments ({error}): add them to f, or wrap "
-                "it in a function or module that takes them"
-            )
+            options = [name for name in self._kwargs if name in NAMES]
+            if str(wrong).startswith("missing"):
+                remedy = "pass what is missing after z0, as in solve(f, z0, x)"
+            elif options:
+                remedy = f"{options[0]} is an option of the solver: set it on the layer, deq.{options[0]} = ..."
+            else:
+                remedy = "add them to f, or wrap it in a function or module that takes them"
+            return TypeError(f"f is called as f({called}), but it does not take these arguments ({error}): {remedy}")
         return None
 
 
@@ -171,7 +181,7 @@ def as_before(call: Call, leaves: State) -> Callable[[], contextlib.AbstractCont
     or thawed since require a gradient as before. Hooks that f registers on leaves are removed, because the graph has
     them already.
     """
-    settings = call.settings.as_they_are_not_now()
+    settings = call.settings.unless_current()
     changed = [x for x in leaves if not x.requires_grad]
     changed += [x for x in call.without_grad if x.requires_grad and x.is_leaf]
     swapped = any(d.get(name) is not x and not _is_sharded(d.get(name), x) for d, name, x in call._tensors)
@@ -199,7 +209,7 @@ def as_before(call: Call, leaves: State) -> Callable[[], contextlib.AbstractCont
 
 
 def _change(leaves: State) -> None:
-    """Those that require a gradient do not, and the other way round."""
+    """Flip requires_grad of each."""
     for x in leaves:
         x.requires_grad_(not x.requires_grad)
 
@@ -208,6 +218,11 @@ def _cached(x: Any) -> int | None:
     """The number of positions in a cache of Hugging Face's."""
     length = getattr(x, "get_seq_length", None)
     return int(length()) if callable(length) else None
+
+
+def _name_of(path: Any) -> str:
+    """The name of a tensor in (args, kwargs)."""
+    return f"{('args', 'kwargs')[path[0].idx]}{keystr(path[1:])}"
 
 
 def _pair(result: Any) -> tuple[Any, Any]:

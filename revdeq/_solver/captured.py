@@ -20,18 +20,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .. import _device
 from ..kernels.half_step import layout
 from ..kernels.radix import Plan
 from .monitor import Sizes, call_site, typical_magnitudes
 from .nodes import backward, leaves_behind, refuse_other_derivatives
-from .options import Options
+from .options import NAMES, Options
 from .scheme import Integers, relax, relax_norms
 from .state import State, dense, flattened, structured
 from .tape import End, Tape
 from .way_back import Adjoints, first_factors, initial_grads, room_for_maxima
+
+PLAIN = ("beta", "gamma", "max_steps", "tol", "state", "check", "capture")
+"""The options that captured steps support."""
+
+CONSTANTS = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+"""Types of arguments that a key of captured steps can tell apart."""
 
 MOST = 8
 """The maximum number of kinds of inputs that are captured per f: each has its own static memory."""
@@ -44,7 +50,7 @@ def run(tape: Tape, spec: Any, f: Any, args: tuple[Any, ...], kwargs: dict[str, 
     """Run all steps of a solve, as CUDA graphs if possible."""
     if _device.is_capturing(tape.z0[0].device):
         return tape.run()  # as part of the enclosing capture
-    why = _unsuitable(tape, f)
+    why = _unsuitable(tape, f, args, kwargs)
     if why is not None:
         tell(why)
         return tape.run()
@@ -69,17 +75,20 @@ def run(tape: Tape, spec: Any, f: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return steps.solve(tape, args, kwargs)
 
 
-def _unsuitable(tape: Tape, f: Any) -> str | None:
+def _unsuitable(tape: Tape, f: Any, args: Any, kwargs: Any) -> str | None:
     """Why a solve cannot be captured, as far as that is known before f runs."""
     device, usual = tape.z0[0].device, Options()
     if not _device.records_graphs(device):
         return f"z0 is on {device}, which has no CUDA graphs: move z0 and f to a GPU"
     if not isinstance(f, nn.Module):
         return f"f is of type {type(f).__name__}: make it a module, whose parameters have a fixed address"
-    for name in ("schedule", "per_example", "indexed", "aux", "gradient", "keep", "backward_steps"):
+    for name in NAMES:
         value = getattr(tape.options, name)
-        if value != getattr(usual, name):
+        if name not in PLAIN and value != getattr(usual, name):
             return f"{name} = {value!r} is not supported: leave it out"
+    for x in tree_leaves((args, kwargs)):
+        if not isinstance(x, CONSTANTS):
+            return f"an argument of f is of type {type(x).__name__}, which may change: pass a tensor or a number"
     if tape.y0 is not tape.z0:
         return "the solve starts from a y0 or from another solution: start it from z0 alone"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -121,8 +130,7 @@ def _kind(tape: Tape, f: nn.Module, args: Any, kwargs: Any) -> Hashable:
         tuple(repr(x) for x in leaves if not isinstance(x, Tensor)),
         tuple((x.data_ptr(), x.requires_grad) for x in own),
         tuple(m.training for m in f.modules()),
-        torch.is_autocast_enabled(tape.z0[0].device.type),
-        torch.get_autocast_dtype(tape.z0[0].device.type),
+        tape.f.settings.key,
     )
 
 

@@ -91,6 +91,11 @@ class Settings:
         self._autocast = [_autocast(kind) for kind in sorted({"cpu", device.type})]
 
     @property
+    def key(self) -> str:
+        """Differs if a setting differs."""
+        return repr((self._values, self._default_device, self._autocast))
+
+    @property
     def autocasts(self) -> bool:
         return any(settings["enabled"] for settings in self._autocast)
 
@@ -108,7 +113,7 @@ class Settings:
                     stack.enter_context(torch.autocast(**settings))
             yield
 
-    def as_they_are_not_now(self) -> "Settings | None":
+    def unless_current(self) -> "Settings | None":
         """These settings, or None if they are the current ones."""
         same = (
             _read(self._settings) == self._values

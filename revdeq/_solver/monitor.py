@@ -119,7 +119,7 @@ class Sizes(NamedTuple):
 
 
 def _divided(values: Sequence[Any], factors: tuple[float, float]) -> list[Any]:
-    """Norms of y's and z's, in turns, each by its factor."""
+    """Divide norms, alternately of y and z, by their factors."""
     return [x / factors[i % 2] for i, x in enumerate(values)]
 
 
@@ -135,7 +135,6 @@ class Monitor:
     setting: str
     state: str
     resolution: float
-    remedy: str
 
     def judge(
         self, maxima: Sequence[Tensor], norms: Tensor, magnitudes: Sequence[Tensor], adjoint: Sizes | None
@@ -177,8 +176,18 @@ class Monitor:
             if math.isfinite(before):  # a scaled loss may overflow; that is up to its GradScaler
                 self._decide_growth(before, after)
             return
-        again = "f does not return the same result when it is called again (a counter in f? use indexed=True)"
-        cause = f"{self.remedy}{again}. {ATOMICS}"
+        cause = (
+            "f does not return the same result when it is called again (numbers of NumPy or of a torch.Generator? a "
+            "counter? use indexed=True)"
+        )
+        if self.state == "float64":
+            cause = (
+                f'Either {cause}, or the float64 state was rounded beyond recovery: use state="exact", fewer steps or '
+                "a beta further from 1. revdeq.verify finds out which"
+            )
+        else:
+            cause = f"The exact state loses nothing: {cause}"
+        cause = f"{cause}. {ATOMICS}"
         if self.state == "float64" and not change <= MOVING * value:
             cause = (
                 f"The iteration does not converge: z has size {value:.1e}, and the last step changed it by "
@@ -281,7 +290,7 @@ def typical_magnitudes(*xs: Tensor) -> Tensor:
     samples = [_sample(x, n) for x in xs]
     rows = samples[0][None] if len(xs) == 1 else torch.stack(samples)
     rows = rows.abs().sort(1, descending=True).values
-    middle = rows[:, 2::2].count_nonzero(1)  # half of all that are nonzero, but for the first
+    middle = rows[:, 2::2].count_nonzero(1)  # the index of the median of those that are not 0
     return rows.gather(1, middle[:, None]).flatten().clamp(min=SMALLEST_SCALE)
 
 

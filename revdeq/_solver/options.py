@@ -260,9 +260,13 @@ def _check_pair(beta_name: str, beta: Any, gamma_name: str, gamma: Any) -> None:
 
 def _pairs(schedule: Any) -> tuple[tuple[float, float], ...] | None:
     """The pairs of a schedule in any of its forms."""
-    schedule = getattr(schedule, "schedule", schedule)  # the result of revdeq.tune
     if schedule is None:
         return None
+    schedule = getattr(schedule, "schedule", schedule)  # the result of revdeq.tune
+    if schedule is None:
+        raise ValueError(
+            "schedule has no pairs: tune with schedule=True, or pass beta=found.beta, gamma=found.gamma instead"
+        )
     if isinstance(schedule, torch.Tensor):
         if schedule.dim() != 2 or schedule.shape[1] != 2:
             raise ValueError(

@@ -23,12 +23,11 @@ from .state import State, two_like
 class Scheme(abc.ABC):
     """How the solver stores y and z, and which kernels step them, with which coefficients.
 
-    name: "float64" or "exact". remedy: what to do if the reconstruction fails.
+    name: "float64" or "exact".
     step: the rounded coefficients of every half-step that is not part of a schedule.
     """
 
     name: ClassVar[str]
-    remedy: ClassVar[str]
     step: Any
     schedule: tuple[Any, ...]
 
@@ -110,10 +109,6 @@ class Float64(Scheme):
     """The paper's mixed precision."""
 
     name: ClassVar[str] = "float64"
-    remedy: ClassVar[str] = (
-        "Either the float64 state was rounded beyond recovery: "
-        'use state="exact", fewer steps or a beta further from 1. Or '
-    )
     step: Coefficients
     half_step: type[HalfStep]
     schedule: tuple[Coefficients, ...] = ()
@@ -149,7 +144,6 @@ class Integers(Scheme):
     """The integer state of `Exact`, with 1 - beta rounded to a fraction."""
 
     name: ClassVar[str] = "exact"
-    remedy: ClassVar[str] = "The exact state loses nothing: "
     step: Radix
     half_step: type[exact.HalfStep]
     schedule: tuple[Radix, ...] = ()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map
 
 from ..kernels.half_step import Coefficients
@@ -272,7 +272,7 @@ def _tape(given: _Given) -> tuple[Tape, TreeSpec]:
     monitor = None
     if options.check is not None:
         setting = f"beta = {scheme.beta:.6g}, N = {options.max_steps} steps"
-        monitor = Monitor(options.check, call_site(), setting, scheme.name, scheme.resolution, scheme.remedy)
+        monitor = Monitor(options.check, call_site(), setting, scheme.name, scheme.resolution)
     call = Call(f, initial, spec, args, kwargs or {}, options.indexed, bool(options.aux))
     return Tape(call, start, scheme, options, monitor, learnt(keywords)), spec
 
@@ -386,4 +386,6 @@ def refuse_solution(z0: Any, of: str) -> None:
 def checked_f(f: Any) -> Callable[..., Any]:
     if not callable(f):
         raise TypeError(f"f = {f!r} must be callable: a module, or a function f(z, *args)")
+    if isinstance(f, type) and issubclass(f, nn.Module):
+        raise TypeError(f"f is the class {f.__name__}: create an instance, {f.__name__}(...)")
     return f

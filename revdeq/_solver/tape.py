@@ -285,7 +285,7 @@ class Tape:
     def _evaluate(self, k: int, read: State, record: bool) -> State:
         """Evaluate f. With `record`, its outputs are part of the graph, without the saved tensors of the evaluation."""
         f, places = self.f, self.places
-        # Where the last evaluation is known, the ones before those that are kept need not be kept for a while, too.
+        # If it is known which evaluation is the last one, only the last `keep` are stored.
         ends_early = self.options.tol is not None or self._is_stepwise
         kept = record and (ends_early or k >= 2 * self.options.max_steps - self._keep)
         keep = self._keep if kept else 0
@@ -450,6 +450,8 @@ class Tape:
     def _not_finite(self, what: str) -> FloatingPointError:
         if not all(x.isfinite().all() for x in (*self.z0, *self.y0)):
             return FloatingPointError("z0 is not finite: start from finite numbers")
+        if (name := self.f.not_finite()) is not None:
+            return FloatingPointError(f"{name}, an argument of f, contains NaN or infinity: pass finite numbers")
         if all(x.isfinite().all() for x in self._read):
             return FloatingPointError(
                 f"{what} is so large after step {self.steps} of at most {self.options.max_steps} that its norm is no "

@@ -131,7 +131,7 @@ class Tuning:
             from matplotlib.figure import Figure
             from matplotlib.ticker import MaxNLocator
         except ImportError as error:
-            raise ImportError("plot needs matplotlib: pip install matplotlib, or 'revdeq[demo]'") from error
+            raise ImportError("plot needs matplotlib: pip install matplotlib") from error
         figure = Figure(figsize=(5.5, 4), layout="constrained")
         axes = figure.subplots()
         if self.schedule is not None:

@@ -34,8 +34,16 @@ OBSERVING = (
     "f.apply(torch.ao.quantization.disable_observer)"
 )
 
+PARAMETRIZED = (
+    "every evaluation of f would change, in the backward pass too: compute the parametrization once, with "
+    "torch.nn.utils.parametrize.cached() around the forward and the backward pass, or call .eval() on it"
+)
+
 _COPIED = 1 << 16
 """Larger buffers are not compared: statistics are small, and tables and masks do not change."""
+
+_SEARCHED = (nn.Module, Tensor, list, tuple, dict, types.FunctionType, functools.partial, types.NoneType)
+"""The types of global variables that may lead to a tensor, or are None and may get one."""
 
 _VISITED = 256
 """The maximum number of objects to search: a closure may contain a whole data set."""
@@ -51,7 +59,8 @@ Slot = tuple[Any, str]
 
 
 class _Tensor(NamedTuple):
-    """One that f can get at, before the first evaluation. A buffer has a module and, if it is small, a copy."""
+    """A tensor that f can reach, as it was before the first evaluation. A buffer has a module and, if it is small, a
+    copy."""
 
     name: str
     module: nn.Module | None
@@ -121,7 +130,11 @@ class Unchanged:
                 if isinstance(x.module, family):
                     raise RuntimeError(f"f contains {name} in training mode, whose running statistics {STATEFUL}")
         if changed:
-            why = OBSERVING if any(hasattr(x.module, "observer_enabled") for x in changed) else STATEFUL
+            why = STATEFUL
+            if any(hasattr(x.module, "observer_enabled") for x in changed):
+                why = OBSERVING
+            elif any(".parametrizations." in f".{x.name}" for x in changed):
+                why = PARAMETRIZED
             lost = [x.name for x in changed if x.copy is None]
             not_restored = f" (not restored: {', '.join(lost)})" if lost else ""
             raise RuntimeError(f"f changes {', '.join(x.name for x in changed)}, which {why}{not_restored}")
@@ -203,7 +216,7 @@ def refuse_sharded(modules: list[nn.Module], has_tolerance: bool) -> None:
 
 def reachable(f: Any) -> tuple[list[nn.Module], dict[str, Tensor], list[Slot]]:
     """The outermost modules that f can reach (itself, or those that it captures, is bound to or was made from), the
-    tensors that it captures, by name, and the slots they are in."""
+    tensors that it captures, by name, and the slots that have a tensor, or None, which f may replace by one."""
     found: list[nn.Module] = []
     tensors: dict[str, Tensor] = {}
     slots: list[Slot] = []
@@ -212,8 +225,8 @@ def reachable(f: Any) -> tuple[list[nn.Module], dict[str, Tensor], list[Slot]]:
             found.append(x)
         elif isinstance(x, Tensor):
             tensors.setdefault(name, x)
-            if slot is not None:
-                slots.append(slot)
+        if slot is not None and (x is None or isinstance(x, Tensor)):
+            slots.append(slot)
     return found, tensors, slots
 
 
@@ -233,7 +246,7 @@ def _held(f: Any) -> Iterator[tuple[str, Any, Slot | None]]:
     left: collections.deque[tuple[str, Any, Slot | None]] = collections.deque([("f", f, None)])  # breadth first
     while left and len(seen) < _VISITED:
         name, x, slot = left.popleft()
-        if id(x) in seen:
+        if id(x) in seen and x is not None:
             continue
         seen.add(id(x))
         yield name, x, slot
@@ -256,8 +269,8 @@ def _held_by(of: str, x: Any) -> Iterator[tuple[str, Any, Slot | None]]:
             except ValueError:  # an unassigned cell
                 continue
         for name in x.__code__.co_names:
-            value = x.__globals__.get(name)
-            if isinstance(value, (nn.Module, Tensor, list, tuple, dict, types.FunctionType, functools.partial)):
+            value = x.__globals__.get(name, ())
+            if isinstance(value, _SEARCHED):
                 yield name, value, (x.__globals__, name)
     elif isinstance(x, types.MethodType):
         yield from ((of, x.__self__, None), (of, x.__func__, None))

@@ -95,7 +95,7 @@ class WayBack:
         self.adjoint: Adjoints | None = None
         self._began: tuple[State, tuple[float, float]] | None = None  # the first norms of the adjoints, with factors
         self._outputs: State | None = None  # the outputs of the repeated evaluation
-        self._filled = -1  # the evaluation whose saved tensors exist
+        self._filled, self._is_kept = -1, False  # the evaluation whose saved tensors exist, and if `keep` stored them
         self._as_before: Any = None
         self._seeds: State = []  # those that were written together with the adjoints
         self._slopes: dict[int, tuple[Tensor, Tensor]] = {}  # of the loss with respect to b and c, by half-step
@@ -187,7 +187,7 @@ class WayBack:
         if k == 1:  # the initial state is known: use it, not its reconstruction
             self._read = [h.in_order(x) for h, x in zip(self._half_steps[0], self._tape.z0, strict=True)]
             for half_step, x in zip(self._half_steps[0], self._read, strict=True):
-                half_step.write_to(x)  # which reads it, and will not be inverted
+                half_step.write_to(x)  # only read from here on
         if self._learns:
             self._note_slopes(k, self._read, sign=-1)
         self.empty()

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .output import installing
+
 if TYPE_CHECKING:
     from ..training.presets import Preset
 
@@ -22,7 +24,7 @@ NEEDED = ("PIL", "matplotlib", "numpy", "tiktoken", "tqdm")
 
 
 def demo(parser: argparse.ArgumentParser) -> Run:
-    """the cost of training and the benefit of depth, as tables and a plot (under two minutes)"""
+    """the cost of training and the benefit of depth, as tables and a plot (four minutes)"""
     parser.add_argument(
         "--out", type=Path, default=Path("demo.png"), help="where to write the plot (default: %(default)s)"
     )
@@ -32,7 +34,7 @@ def demo(parser: argparse.ArgumentParser) -> Run:
         if out.suffix != ".png" or not os.access(out.resolve().parent, os.W_OK):
             parser.error(f"--out {out}: it must end in .png, in a folder that exists and can be written to")
         if missing := [name for name in ("matplotlib", "sklearn", "tqdm") if importlib.util.find_spec(name) is None]:
-            print(f"The demo needs {', '.join(missing)}: pip install 'revdeq[demo]'", file=sys.stderr)
+            print(f"The demo needs {', '.join(missing)}: {installing(missing)}", file=sys.stderr)
             return 1
         import torch
 
@@ -162,7 +164,7 @@ def evaluate(parser: argparse.ArgumentParser) -> Run:
         line = f"{preset.name} at update {trained.update:,}, {arguments.split}: {dataset.metric.name} "
         line += f"{score.metric:.4f}, loss {score.loss:.4f} ({score.targets:,} {dataset.unit})"
         if score.evaluations is not None:
-            line += f", {score.evaluations:g} evaluations of f, change {score.residual:.1e}"
+            line += f", {score.evaluations:g} evaluations of f, change {score.change:.1e}"
         print(line)
         return 0
 
@@ -316,7 +318,7 @@ def _guarded(run: Run) -> Run:
 
     def guarded(arguments: argparse.Namespace) -> int:
         if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-            print(f"This needs {', '.join(missing)}: pip install 'revdeq[train]'", file=sys.stderr)
+            print(f"This needs {', '.join(missing)}: {installing(missing)}", file=sys.stderr)
             return 1
         from .._solver.monitor import ReconstructionError
         from ..training.checkpoint import CheckpointError

@@ -1,9 +1,9 @@
-"""Standard output that may be closed early, as by `| head -1`."""
+"""What commands print: output that may be closed early, as by `| head -1`, and how to install what is missing."""
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 @contextlib.contextmanager
@@ -27,3 +27,8 @@ def _is_closed() -> bool:
     except BrokenPipeError:
         return True
     return False
+
+
+def installing(modules: Sequence[str]) -> str:
+    """How to install these modules. Packages are named, because another project on PyPI is also called revdeq."""
+    return "pip install " + " ".join({"sklearn": "scikit-learn", "PIL": "pillow"}.get(name, name) for name in modules)

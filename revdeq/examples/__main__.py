@@ -4,8 +4,8 @@ import ast
 import json
 from pathlib import Path
 
-from ..cli.output import while_it_is_read
-from . import EXTRAS, __path__
+from ..cli.output import installing, while_it_is_read
+from . import PACKAGES, __path__
 
 FOLDER = Path(__path__[0])
 
@@ -23,5 +23,5 @@ with while_it_is_read():
     print("Complete programs to copy from. Run one with python -m revdeq.examples.NAME\n")
     for path in sorted([*FOLDER.glob("[!_]*.py"), *FOLDER.glob("*.ipynb")]):
         print(f"  {path.name if path.suffix == '.ipynb' else path.stem:19} {first_line(path)}")
-    print(f"\nRequirements: pip install 'revdeq[{','.join(sorted(EXTRAS.values()))}]'")
+    print(f"\nRequirements: {installing(PACKAGES)}")
     print(f"Source: {FOLDER}")

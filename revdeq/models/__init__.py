@@ -1,7 +1,7 @@
 """The paper's models, their blocks, and explicit models for comparison.
 
 All of them have huggingface_hub's `save_pretrained`, `from_pretrained` and `push_to_hub`, which need
-`pip install 'revdeq[hub]'`.
+the extra `hub`.
 """
 
 from pathlib import Path

@@ -178,7 +178,7 @@ def _anderson(evaluations: int, tol: float | None) -> nn.Module:
         import torchdeq
     except ImportError as error:
         raise ImportError(
-            "solver = 'torchdeq' needs torchdeq: pip install 'revdeq[torchdeq]', or use solver='reversible'"
+            "solver = 'torchdeq' needs torchdeq: pip install torchdeq, or use solver='reversible'"
         ) from error
     return torchdeq.get_deq(
         f_solver="anderson",

@@ -19,7 +19,7 @@ COEFFICIENTS = ("beta", "gamma")
 """Settings that are part of the weights of a tuned layer."""
 KIND = "kind"
 """The key of the class name in the configuration."""
-NEEDED = "needs huggingface_hub and safetensors: pip install 'revdeq[hub]'"
+NEEDED = "needs huggingface_hub and safetensors: pip install huggingface_hub safetensors"
 CARD = """\
 ---
 {{ card_data }}
@@ -27,7 +27,7 @@ CARD = """\
 
 # {{ title }}
 
-{{ nature }} ({{ paper_url }}), made with revdeq (`pip install 'revdeq[hub]'`).
+{{ nature }} ({{ paper_url }}), made with revdeq for PyTorch and its extra `hub`.
 
     import revdeq
 

@@ -1,6 +1,6 @@
 """Training of presets and of your own models, used by `revdeq.train` and the command line.
 
-Needs `pip install 'revdeq[train]'`.
+Needs the extra `train`.
 """
 
 import importlib as _importlib

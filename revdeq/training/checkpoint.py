@@ -91,7 +91,7 @@ def _pretrained(folder: Path) -> dict[str, Any]:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
     except ImportError as error:
-        raise CheckpointError(f"{folder} needs safetensors: pip install 'revdeq[hub]'") from error
+        raise CheckpointError(f"{folder} needs safetensors: pip install safetensors") from error
     try:
         trained = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("trained")
         if trained is None:

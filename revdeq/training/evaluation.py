@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._solver.solve import renamed
 from ..models.equilibrium import last_of
 from .data import DataError, DataSet
 from .presets import Training
@@ -22,13 +23,14 @@ class Score(NamedTuple):
 
     Attributes:
         loss: The mean loss per target.
-        metric: The accuracy, the perplexity, or the data set's own metric.
+        metric: The accuracy, the perplexity, or the data set's own metric. With several classes per example, "solved":
+            the share of examples whose classes are all right.
         targets: The number of targets.
         evaluations: The mean number of evaluations of f per example; None for an explicit model.
-        residual: The mean of `Solution.change`; None for an explicit model.
+        change: The mean of `Solution.change`; None for an explicit model.
 
     Example:
-        >>> revdeq.training.Score(loss=0.5, metric=0.8, targets=100, evaluations=8.0, residual=1e-3).metric
+        >>> revdeq.training.Score(loss=0.5, metric=0.8, targets=100, evaluations=8.0, change=1e-3).metric
         0.8
     """
 
@@ -36,7 +38,12 @@ class Score(NamedTuple):
     metric: float
     targets: int
     evaluations: float | None
-    residual: float | None
+    change: float | None
+
+    @property
+    def residual(self) -> float | None:
+        """The old name of `change`."""
+        return renamed(self.change, "score.residual", "score.change")
 
 
 @torch.no_grad()
@@ -84,13 +91,13 @@ def evaluate(
         found = outputs if batch.targets.is_floating_point() else outputs.argmax(-1)
         right = (found == batch.targets).reshape(examples, -1).all(1).sum().item()
         last = last_of(model)
-        nfe, residual = (last.nfe, float(last.change)) if last is not None else (math.nan, math.nan)
-        sums += torch.tensor([loss, right, count, examples, nfe * count, residual * count], dtype=torch.float64)
-    loss, right, count, examples, nfe, residual = processes.total(sums).tolist()
+        nfe, change = (last.nfe, float(last.change)) if last is not None else (math.nan, math.nan)
+        sums += torch.tensor([loss, right, count, examples, nfe * count, change * count], dtype=torch.float64)
+    loss, right, count, examples, nfe, change = processes.total(sums).tolist()
     metric = dataset.metric.of(loss / count, right / examples)
     explicit = math.isnan(nfe)
     return Score(
-        loss / count, metric, int(count), None if explicit else nfe / count, None if explicit else residual / count
+        loss / count, metric, int(count), None if explicit else nfe / count, None if explicit else change / count
     )
 
 

@@ -23,7 +23,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError("TensorBoard needs tensorboard: pip install 'revdeq[tensorboard]'") from error
+            raise ImportError("TensorBoard needs tensorboard: pip install tensorboard") from error
         self._make, self._out = SummaryWriter, str(out)
         self._writer: SummaryWriter | None = None
 

@@ -21,7 +21,7 @@ COLUMNS = (
     "evaluation_loss",
     "metric",
     "evaluations",  # of f, per example
-    "residual",
+    "change",  # relative, of the last step
     "per_second",  # images or tokens per second, evaluations excluded
     "peak_memory_mib",
     "seconds",
@@ -131,7 +131,7 @@ class Progress:
             self.evaluated = f"{self.metric} {row['metric']:.4g}"
         parts = [f"loss {row['loss']:.4f}", self.evaluated]
         if row["evaluations"] != "":
-            parts.append(f"{row['evaluations']:g} evaluations, change {row['residual']:.1e}")
+            parts.append(f"{row['evaluations']:g} evaluations, change {row['change']:.1e}")
         parts += [f"{row['per_second']:,.0f} {self.unit}/s", f"{row['peak_memory_mib']:,.0f} MiB"]
         text = ", ".join(part for part in parts if part)
         if self.terminal:

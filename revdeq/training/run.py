@@ -36,6 +36,7 @@ from .data.dataset import PERPLEXITY, Batch
 from .evaluation import autocast, evaluate, loss_of, not_finite
 from .presets import Preset, SettingError, Training, configured, nearest
 from .processes import Processes
+from .restore import described
 from .schedule import scheduled
 from .trial import check_parameters, no_model, try_out
 
@@ -84,8 +85,8 @@ def train(
             `revdeq.training.data.DataSet`, such as `Examples`. For a preset: the folder with the files of its data
             set, or None if it needs no files.
         out: The folder of the run.
-        resume: Whether to continue from `last.pt` in that folder, if it exists. The settings must be those of the run;
-            only `epochs` and `updates` may change.
+        resume: Whether to continue from `last.pt` in that folder, if it exists, with the settings of the run. Only
+            `epochs` and `updates` may change.
         device: Such as "cpu" or "cuda:1". None is a GPU, if there is one.
         quiet: Whether to print nothing.
         callback: A function that is called with every row of metrics.csv, a dict; for example `TensorBoard(out)`.
@@ -114,9 +115,13 @@ def train(
         raise TypeError(f"callback = {callback!r} must be a function of a row of metrics.csv, a dict")
     processes = Processes(device)
     with processes.connected():  # leaves the process group at the end
+        before = record.read_config(Path(out)) if resume else None
         if isinstance(model, nn.Module):
-            own, preset = model, Preset(type(model).__name__, "", type(model).__name__, {}, _training(settings))
-            return _train(own, preset, data, None, Path(out), resume, processes, quiet, callback)
+            name = type(model).__name__
+            if before is not None and before["name"] == name:
+                settings = {**before["training"], **settings}
+            preset = Preset(name, "", name, {}, _training(settings))
+            return _train(model, preset, data, None, Path(out), resume, processes, quiet, callback)
         if not isinstance(model, (str, Preset)):
             raise TypeError(no_model(model))
         if data is not None and not isinstance(data, (str, os.PathLike)):
@@ -124,7 +129,10 @@ def train(
                 f"data is of type {type(data).__name__}: for a preset, pass the folder with the files of its data set; "
                 "to train on your own data, pass a module as model"
             )
-        preset = configured(model, settings) if isinstance(model, str) else model.changed(settings)
+        if before is not None and before["name"] == model:
+            preset = described(Path(out), Preset.from_dict(before), settings)
+        else:
+            preset = configured(model, settings) if isinstance(model, str) else model.changed(settings)
         folder = None if data is None else Path(data)
         return _train(None, preset, None, folder, Path(out), resume, processes, quiet, callback)
 
@@ -402,7 +410,7 @@ class Run:
         row["loss"] = math.fsum(window) / len(window)
         last = last_of(self.model)
         if last is not None:
-            row.update(evaluations=last.nfe, residual=float(last.change))
+            row.update(evaluations=last.nfe, change=float(last.change))
         row["peak_memory_mib"] = peak_memory(self.processes.device) / 2**20
         if isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau):
             self.window += losses[len(losses) - self.fresh :]
@@ -515,7 +523,9 @@ class Run:
         self.scaler.load_state_dict(saved["scaler"])
         self.losses = [torch.tensor(loss, device=self.processes.device) for loss in saved["losses"]]
         self.fresh = saved.get("fresh", len(self.losses))
-        self.window, self.rows = list(saved["window"]), list(saved["rows"])
+        self.window = list(saved["window"])
+        old = {"residual": "change"}  # the name of the column before version 0.3
+        self.rows = [{old.get(name, name): value for name, value in row.items()} for row in saved["rows"]]
         if self.processes.size == len(saved["generators"]):
             checkpoint.restore_generators(saved["generators"][self.processes.rank], self.processes.device)
 

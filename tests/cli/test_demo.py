@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'revdeq[demo]'")
-pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'revdeq[demo]'")
+pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
 import readable
 

@@ -398,3 +398,12 @@ def test_a_growing_key_value_cache_is_refused():
     with torch.no_grad():
         revdeq.solve(f, torch.zeros(3), torch.ones(3), cache, max_steps=2, indexed=True)
     assert cache.get_seq_length() == 4
+
+
+def test_spectral_norm_in_training_mode_has_its_own_remedy():
+    f = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+    x = torch.randn(2, 3)
+    with pytest.raises(RuntimeError, match=r"parametrizations.*parametrize\.cached\(\)"):
+        revdeq.solve(lambda z, x: torch.tanh(f(z)) + x, torch.zeros(2, 3), x)
+    with nn.utils.parametrize.cached():
+        revdeq.solve(lambda z, x: torch.tanh(f(z)) + x, torch.zeros(2, 3), x).z.sum().backward()

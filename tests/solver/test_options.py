@@ -590,3 +590,28 @@ def test_an_implicit_gradient_with_an_empty_tensor_in_the_state():
     z.sum().backward()
     zw = 6 * -(torch.sin(w * z) * z / (1 + w * torch.sin(w * z))).mean()
     torch.testing.assert_close(w.grad, zw.detach())
+
+
+class Shift(nn.Module):
+    def forward(self, z, x):
+        return torch.cos(z) + x
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: revdeq.solve(Shift(), torch.zeros(3)), TypeError, r"f\(z\).*solve\(f, z0, x\)"),
+        (lambda: revdeq.RevDEQ(Shift), TypeError, "class Shift.*instance"),
+        (lambda: revdeq.RevDEQ(Shift())(torch.zeros(3), tol=1e-3), TypeError, "tol is an option.*deq.tol"),
+        (lambda: revdeq.RevDEQ(Shift())(torch.zeros(3), mask=None), TypeError, "mask=.*add them to f"),
+        (lambda: revdeq.solve(Shift(), torch.zeros(3), torch.zeros(3) / 0), FloatingPointError, r"args\[0\].*finite"),
+        (
+            lambda: revdeq.solve(Shift(), torch.zeros(3), kwargs={"x": torch.zeros(3) / 0}),
+            FloatingPointError,
+            r"kwargs\['x'\].*finite",
+        ),
+    ],
+)
+def test_common_mistakes_have_their_own_remedy(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,5 +1,7 @@
 """Captured training steps and solves, on a simulated device: a replay has the bits of the eager step."""
 
+import types
+
 import pytest
 import torch
 from fake_gpu import DEVICE, Graph, driver, emulated
@@ -215,6 +217,15 @@ class TestRecordedSteps:
 
         with pytest.warns(RuntimeWarning, match=f"runs as usual, because {name} = .*: leave it out"):
             solved(WithAux().to(DEVICE), torch.randn(2, 8), True, max_steps=2, **settings)
+
+    def test_an_argument_that_may_change_is_not_captured(self):
+        class Scaled(Block):
+            def forward(self, z, x, scales):
+                return scales.first * super().forward(z, x)
+
+        x, scales = torch.randn(2, 8, device=DEVICE), types.SimpleNamespace(first=0.5)
+        with pytest.warns(RuntimeWarning, match="of type SimpleNamespace.*pass a tensor"):
+            revdeq.solve(Scaled().to(DEVICE), torch.zeros_like(x), x, scales, max_steps=2, capture=True)
 
     def test_what_cannot_be_captured_warns_once_and_runs_as_usual(self, recwarn):
         x = torch.randn(2, 8)

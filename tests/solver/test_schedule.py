@@ -382,3 +382,9 @@ def test_the_other_solvers_of_a_model_take_a_schedule():
     expected = revdeq.models.Equilibrium(f, state="float64", **options)(x)
     for solver in ("stored", "checkpointed"):
         assert torch.equal(revdeq.models.Equilibrium(f, solver=solver, **options)(x), expected)
+
+
+def test_a_tuning_without_a_schedule_is_refused_as_one():
+    found = revdeq.tune(torch.cos, torch.zeros(3), max_steps=2)
+    with pytest.raises(ValueError, match="schedule.*tune with schedule=True, or.*beta=found.beta"):
+        revdeq.solve(torch.cos, torch.zeros(3), schedule=found)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -548,3 +549,21 @@ def test_buffers_of_modules_in_plain_objects_are_checked():
     held = Held()
     with pytest.raises(RuntimeError, match="f changes codes"):
         revdeq.solve(lambda z: held.net(z, 0), torch.zeros(3, 6))
+
+
+def test_what_f_keeps_in_variables_that_were_none_survives_the_backward_pass():
+    """In a closure, an attribute of a plain object, and a global variable."""
+    w, inside, box = torch.tensor(0.5, requires_grad=True), None, types.SimpleNamespace(last=None)
+    names = {"kept": None, "torch": torch, "w": w}
+    exec("def g(z):\n global kept\n kept = torch.cos(w * z)\n return kept", names)
+
+    def f(z):
+        nonlocal inside
+        inside = box.last = names["g"](z)
+        return inside
+
+    for function, read in ((f, lambda: (inside, box.last)), (names["g"], lambda: (names["kept"],))):
+        solution = revdeq.solve(function, torch.zeros(3), max_steps=4)
+        before = read()
+        solution.z.sum().backward()
+        assert all(a is b for a, b in zip(read(), before, strict=True))

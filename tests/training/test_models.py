@@ -36,9 +36,7 @@ try:
 except ImportError:
     torchdeq = None
 
-needs_torchdeq = pytest.mark.skipif(
-    torchdeq is None, reason="torchdeq is not installed: pip install 'revdeq[torchdeq]'"
-)
+needs_torchdeq = pytest.mark.skipif(torchdeq is None, reason="torchdeq is not installed")
 
 CLASSES, VOCABULARY, LENGTH = 7, 50, 12
 
@@ -594,7 +592,7 @@ def test_bad_inputs():
 
 def test_without_torchdeq(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchdeq", None)
-    with pytest.raises(ImportError, match=r"pip install 'revdeq\[torchdeq\]', or use solver='reversible'"):
+    with pytest.raises(ImportError, match=r"pip install torchdeq, or use solver='reversible'"):
         small("language", solver="torchdeq")
 
 

@@ -138,11 +138,18 @@ def test_a_custom_model_is_trained_in_place_and_resumes_bit_for_bit(data, tmp_pa
         with pytest.raises(ZeroDivisionError):
             train_quietly(other, data, tmp_path / "run", **settings)
     other = own_model()
-    train_quietly(other, data, tmp_path / "run", resume=True, **settings)
+    train_quietly(other, data, tmp_path / "run", resume=True)  # with its own settings
     for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
         assert torch.equal(a, b)
     found = revdeq.models.load(tmp_path / "run/last.pt", own_model())
     assert torch.equal(found(circle()[0]), model.eval()(circle()[0])) and not found.training
+
+
+def test_several_classes_per_example_are_solved_or_not(tmp_path):
+    inputs = torch.randn(40, 3, 2)
+    rows = train_quietly(nn.Linear(2, 2), (inputs, (inputs[..., 0] > 0).long()), tmp_path / "run", epochs=1, batch=8)
+    assert Examples((inputs, torch.zeros(40, 3).long())).metric.name == "solved" and 0 <= rows[-1]["metric"] <= 1
+    assert Examples((inputs, torch.zeros(40).long())).metric.name == "accuracy"
 
 
 def test_float_targets_use_the_squared_error(tmp_path):
@@ -416,7 +423,7 @@ def test_a_longer_run_follows_the_schedule_of_its_new_length(tmp_path):
     settings = {**PUZZLE, "warmup": 2, "log_every": 1}
     whole = train_quietly("prefix-tiny", None, tmp_path / "whole", **{**settings, "updates": 12})
     train_quietly("prefix-tiny", None, tmp_path / "run", **settings)
-    longer = train_quietly("prefix-tiny", None, tmp_path / "run", resume=True, **{**settings, "updates": 12})
+    longer = train_quietly("prefix-tiny", None, tmp_path / "run", resume=True, updates=12)
     rates = [{row["update"]: row["lr"] for row in rows} for rows in (whole, longer)]
     assert [rates[1][update] for update in range(7, 13)] == [rates[0][update] for update in range(7, 13)]
     assert abs(rates[1][6]) < 1e-12 < rates[1][7]  # where the shorter run ended
@@ -592,7 +599,7 @@ def test_tensorboard_shows_what_the_table_has(tmp_path, monkeypatch):
 def test_a_missing_tensorboard_is_named(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert command(monkeypatch, "train", "prefix-tiny", "--out", tmp_path / "run", "--log", "tensorboard") == 1
-    assert "TensorBoard needs tensorboard: pip install 'revdeq[tensorboard]'" in capsys.readouterr().err
+    assert "TensorBoard needs tensorboard: pip install tensorboard" in capsys.readouterr().err
 
 
 # what would damage a run

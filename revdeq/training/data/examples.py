@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from .dataset import ACCURACY, ERROR, Batch
+from .dataset import ACCURACY, ERROR, SOLVED, Batch
 from .files import DataError
 
 FROM_NUMPY = "; torch.from_numpy(x) converts an array"
@@ -17,7 +17,8 @@ LOOKED_AT = 1000
 
 
 class Examples:
-    """Your own inputs and targets. Integer targets are classes.
+    """Your own inputs and targets. Integer targets are classes, and the metric is the accuracy; with several classes
+    per example it is "solved", the share of examples whose classes are all right. Otherwise it is the squared error.
 
     Args:
         train: The training data: a pair of tensors (inputs, targets), or a `torch.utils.data.Dataset` of pairs, which
@@ -43,7 +44,7 @@ class Examples:
         everything = torch.arange(count(train))
         if valid is None:
             if len(everything) < 10:
-                raise DataError(f"data has {len(everything)} examples: pass at least 10, or valid")
+                raise DataError(f"data has {len(everything)} examples: pass at least 10, or Examples(train, valid=...)")
             held_out = torch.zeros(len(everything), dtype=torch.bool)
             held_out[torch.randperm(len(everything), generator=torch.Generator().manual_seed(0))[::10]] = True
             self.parts = {"train": (train, everything[~held_out]), "valid": (train, everything[held_out])}
@@ -51,7 +52,7 @@ class Examples:
             self.parts = {"train": (train, everything), "valid": (checked(valid), torch.arange(count(valid)))}
         self.device = torch.device("cpu")
         targets = self._batch("train", torch.arange(1)).targets
-        self.metric = ERROR if targets.is_floating_point() else ACCURACY
+        self.metric = ERROR if targets.is_floating_point() else ACCURACY if targets.dim() == 1 else SOLVED
 
     @property
     def size(self) -> int:
