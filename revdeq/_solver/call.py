@@ -25,6 +25,7 @@ from .unchanged import Unchanged, contents, fill_caches, put_back, reachable, re
 class Call:
     """Calls f with a state given as a flat list of tensors.
 
+    before: the number of evaluations of the solve that this one continues.
     changes_its_input: whether an evaluation has modified, or may have modified, its input in place.
     aux: the auxiliary output of the last evaluation, if any.
     """
@@ -38,6 +39,7 @@ class Call:
         kwargs: Mapping[str, Any],
         indexed: bool,
         has_aux: bool,
+        before: int = 0,
     ) -> None:
         self.f, self._run, self._spec = f, f, spec
         plain = not kwargs and all(isinstance(x, Tensor) for x in args)
@@ -48,7 +50,7 @@ class Call:
         self.settings, self.draw = Settings(initial[0].device), Draw(initial[0].device)
         self.autocasts = self.settings.autocasts
         self.changes_its_input = False
-        self._indexed, self.has_aux = indexed, has_aux
+        self._indexed, self.has_aux, self.before = indexed, has_aux, before
         self.aux: Any = None
         self._counts_changes = not torch.is_inference_mode_enabled()
         x = initial[0]
@@ -62,7 +64,7 @@ class Call:
         before = [x._version for x in state] if self._counts_changes else None
         z = state[0] if self._is_tensor else structured(state, self._spec)
         if self._indexed:
-            self._kwargs["evaluation"] = k
+            self._kwargs["evaluation"] = self.before + k
         if self.draw.draws is False:
             result = self._run(z, *self._args, **self._kwargs)
         else:

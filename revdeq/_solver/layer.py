@@ -120,7 +120,7 @@ class RevDEQ(nn.Module):
         Returns:
             z, with the structure of z0.
         """
-        solution = solve(self.f, self._start(x, z0), x, *args, y0=y0, kwargs=kwargs, **self._used(max_steps))
+        solution = solve(self.f, self._start(x, z0), x, *args, y0=y0, kwargs=kwargs, **self._used(max_steps, z0))
         if not is_traced():  # it would contain a tensor of the tracer
             self.last = Last(solution.steps, solution.nfe, solution.adjoint, solution.norms)
         return solution.z
@@ -136,7 +136,7 @@ class RevDEQ(nn.Module):
         Returns:
             An iterator over a `revdeq.Solution` for each step.
         """
-        return steps(self.f, self._start(x, z0), x, *args, y0=y0, kwargs=kwargs, **self._used(max_steps))
+        return steps(self.f, self._start(x, z0), x, *args, y0=y0, kwargs=kwargs, **self._used(max_steps, z0))
 
     def tune(
         self,
@@ -198,12 +198,13 @@ class RevDEQ(nn.Module):
             self._read()
         return {name: getattr(self, name) for name in NAMES}
 
-    def _used(self, max_steps: int | None) -> dict[str, Any]:
-        options = self.options
+    def _used(self, max_steps: int | None, z0: Any = None) -> dict[str, Any]:
+        """The options of a call. z0: a solution that it continues, if any."""
+        options, before = self.options, z0.carry.evaluations if isinstance(z0, Solution) and z0.carry else 0
         if max_steps is not None:
             options["max_steps"] = max_steps
         if self.learnt is not None:
-            rows = 2 * options["max_steps"] if len(self.learnt) == 1 else len(self.learnt)
+            rows = before + 2 * options["max_steps"] if len(self.learnt) == 1 else len(self.learnt)
             options["schedule"] = inside(self.learnt).expand(rows, 2)
         return options
 

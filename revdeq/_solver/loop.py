@@ -4,6 +4,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from .solve import Solution, solve
 
 NEARLY = 1 - 1 / 64
@@ -11,8 +13,8 @@ NEARLY = 1 - 1 / 64
 
 
 def loop(f: Callable[..., Any], z0: Any, *args: Any, times: int = 16, **options: Any) -> Solution:
-    """Plain looping, z <- f(z, *args), made invertible: `revdeq.solve` with beta = 63/64, state="exact" and times / 2
-    steps.
+    """Plain looping, z <- f(z, *args), made invertible: `revdeq.solve` with beta = 63/64 and times / 2 steps, and with
+    gradients enabled state="exact".
 
     Each pass combines 63/64 f(z) with 1/64 of the state two passes before. Gradients are exact for this iteration.
     docs/looped.md shows how close the result and its gradient are to plain looping, for an f that contracts, preserves
@@ -22,7 +24,7 @@ def loop(f: Callable[..., Any], z0: Any, *args: Any, times: int = 16, **options:
     Args:
         f, z0, args: As for `revdeq.solve`.
         times: How often f is applied, an even number: a step is two passes.
-        options: The options of `revdeq.solve` except max_steps, and y0 and kwargs.
+        options: y0, kwargs, and all options of `revdeq.solve` except max_steps.
 
     Returns:
         A `revdeq.Solution`. f was applied `times` times in its z, and once less in its y.
@@ -41,9 +43,10 @@ def loop(f: Callable[..., Any], z0: Any, *args: Any, times: int = 16, **options:
         raise TypeError(f"times = {times!r} must be an even integer of at least 2: a step is two passes") from None
     if isinstance(times, bool) or number < 2 or number % 2:
         raise ValueError(
-            f"times = {times!r} must be an even number of at least 2, because a step is two passes: use "
-            f"{max(2, number + number % 2)}, or apply f once more yourself"
+            f"times = {times!r} must be an even number of at least 2, because a step is two passes: use times="
+            f"{max(2, number + number % 2)}, in whose y f was applied once less than in its z"
         )
     if "max_steps" in options:
         raise TypeError(f"max_steps = {options['max_steps']!r} is times / 2 in revdeq.loop: set times instead")
-    return solve(f, z0, *args, **{"beta": NEARLY, "state": "exact", **options}, max_steps=number // 2)
+    state = "exact" if torch.is_grad_enabled() else "auto"  # which has no limits where no step is inverted
+    return solve(f, z0, *args, **{"beta": NEARLY, "state": state, **options}, max_steps=number // 2)

@@ -77,7 +77,9 @@ class Options:
         indexed: Whether f is called as f(z, *args, evaluation=k), with k = 0 ... 2 * max_steps - 1, in both passes: for
             modules, embeddings or caches that differ by evaluation.
         aux: Whether f returns a pair (state, aux). `Solution.aux` is then the sum of aux over all evaluations, a tensor
-            or a tree of tensors, with exact gradients; with aux="list", the list of them.
+            or a tree of tensors, with exact gradients; with aux="list", the list of them. With `backward_steps`, only
+            those of the last steps have a gradient; with per_example=True, those of examples that have stopped are
+            included.
         state: The format of y and z. "auto" chooses "float64" if that is safe (reconstruction loses at most 32 of its
             53 bits, or z0 is float64, or no step has to be inverted), and otherwise "exact". "float64" is the paper's
             mixed precision; its reconstruction error grows like |1 - beta|^-N. "exact" stores integers in the same 8

@@ -99,16 +99,18 @@ def renamed(value: Any, old: str, new: str) -> Any:
 
 @dataclass(frozen=True)
 class Carry:
-    """The final states of a solve, from which another one can continue bit for bit. Unless the graph is retained, a
-    backward pass inverts the steps in the same memory; the tensors' versions show that."""
+    """The final states of a solve, from which another one can continue bit for bit, and the number of evaluations until
+    there. Unless the graph is retained, a backward pass inverts the steps in the same memory; the tensors' versions
+    show that."""
 
     scheme: Scheme
     states: tuple[State, State]
+    evaluations: int
     versions: list[int | None]
 
     @classmethod
-    def of(cls, scheme: Scheme, states: tuple[State, State]) -> "Carry":
-        return cls(scheme, states, versions_of(*states))
+    def of(cls, scheme: Scheme, states: tuple[State, State], evaluations: int) -> "Carry":
+        return cls(scheme, states, evaluations, versions_of(*states))
 
     def for_(self, scheme: Scheme) -> tuple[State, State] | None:
         """The states, if they have this format; otherwise None, and the solve starts from their values."""
@@ -149,7 +151,8 @@ def solve(
             it is called again with the same input.
         z0: A tensor, or a nested tuple, list, dict or dataclass of tensors, of dtype float32, float64, bfloat16 or
             float16, which is the dtype that f sees. (The solver's states are float64 or exact.) Or a `revdeq.Solution`
-            of another solve, which is continued bit for bit.
+            of another solve, which is continued with the next index of the evaluation and the next pairs of the
+            schedule: bit for bit, but for the last bit of the exact state with some beta.
         args: Further arguments of f. Gradients reach z0, y0, tensors in args, the parameters of f and tensors that f
             captures.
         y0: The initial y, if it is not z0.
@@ -263,6 +266,10 @@ def _tape(given: _Given) -> tuple[Tape, TreeSpec]:
         if y0 is not None:
             raise ValueError("y0 is given, but z0 is a solution, which has its own y: leave y0 out")
         z0, y0, carry = z0.z, z0.y, z0.carry
+    coefficients, before = learnt(keywords), 0 if carry is None else carry.evaluations
+    if before > 0:  # the schedule goes on where it was
+        options = replace(options, schedule=options.pairs[before:] or None)
+        coefficients = None if coefficients is None else coefficients[before:]
     initial, spec = checked_state(z0)
     if options.per_example:
         checked_batch(initial, spec)
@@ -273,8 +280,8 @@ def _tape(given: _Given) -> tuple[Tape, TreeSpec]:
     if options.check is not None:
         setting = f"beta = {scheme.beta:.6g}, N = {options.max_steps} steps"
         monitor = Monitor(options.check, call_site(), setting, scheme.name, scheme.resolution)
-    call = Call(f, initial, spec, args, kwargs or {}, options.indexed, bool(options.aux))
-    return Tape(call, start, scheme, options, monitor, learnt(keywords)), spec
+    call = Call(f, initial, spec, args, kwargs or {}, options.indexed, bool(options.aux), before)
+    return Tape(call, start, scheme, options, monitor, coefficients), spec
 
 
 def _solution(tape: Tape, spec: TreeSpec, end: End) -> Solution:
@@ -284,7 +291,7 @@ def _solution(tape: Tape, spec: TreeSpec, end: End) -> Solution:
     if tape.ends is not None:
         norms, taken = norms.to(tape.ends.device), (tape.ends.clamp(max=nfe) // 2).to(torch.int64)
     z, y = structured(end.z, spec), structured(end.y, spec)
-    carry = None if end.states is None else Carry.of(scheme, end.states)
+    carry = None if end.states is None else Carry.of(scheme, end.states, tape.f.before + nfe)
     known = scheme.beta, scheme.gamma, scheme.name, tape.adjoint
     return Solution(z, y, taken, nfe, norms, *known, aux=end.aux, carry=carry)
 

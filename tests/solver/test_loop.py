@@ -73,7 +73,28 @@ def test_a_loop_takes_the_options_of_a_solve():
     assert torch.equal(revdeq.loop(f, z0, times=4, kwargs={"x": x}).z, revdeq.loop(f, z0, x, times=4).z)
 
 
-WRONG = [(7, ValueError, "use 8"), (0, ValueError, "use 2"), (True, ValueError, "even"), (2.0, TypeError, "integer")]
+WRONG = [
+    (7, ValueError, "times=8, in whose y"),
+    (0, ValueError, "times=2"),
+    (True, ValueError, "even"),
+    (2.0, TypeError, "integer"),
+]
+
+
+def test_an_odd_number_of_loops_is_in_y():
+    f, x, z0 = Block(0.5), torch.randn(4, 8), torch.randn(4, 8)
+    *_, last = revdeq.steps(f, z0, x, beta=63 / 64, state="exact", max_steps=3)
+    assert torch.equal(revdeq.loop(f, z0, x, times=6).y, last.y)
+
+
+def test_without_gradients_a_loop_has_no_limit():
+    with torch.no_grad():
+        solution = revdeq.loop(lambda z: 1.1 * z, torch.full((2, 2), 50.0), times=64)
+    assert solution.state == "float64" and solution.z.min() > 128
+    f, x, z0 = Block(0.5), torch.randn(4, 8), torch.randn(4, 8)
+    with torch.no_grad():
+        z = revdeq.loop(f, z0, x, times=16).z
+    torch.testing.assert_close(z, revdeq.loop(f, z0, x, times=16).z.detach(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("times", "error", "remedy"), WRONG)

@@ -223,6 +223,34 @@ def test_continuing_a_solution_gives_the_bits_of_one_solve(options):
     close(torch.autograd.grad(both.z.sum(), targets), torch.autograd.grad(whole.z.sum(), targets))
 
 
+@pytest.mark.parametrize("state", ["float64", "exact"])
+def test_a_continued_solution_has_the_next_indices_and_pairs(state):
+    """With exact gradients, also of the schedule."""
+    f, (z0, x) = Block(aux=False), inputs()
+    torch.manual_seed(2)
+    schedule = (0.3 + 0.4 * torch.rand(2 * N, 2)).requires_grad_()
+    options = {"state": state, "indexed": True, "schedule": schedule}
+    whole = revdeq.solve(f, z0, x, max_steps=N, **options)
+    first = revdeq.solve(f, z0, x, max_steps=1, **options)
+    rest = revdeq.solve(f, revdeq.solve(f, first, x, max_steps=1, **options), x, max_steps=N - 2, **options)
+    # A continued exact state starts without a remainder, which moves it by a unit or two of its resolution.
+    unit = 0 if state == "float64" else 2**-24
+    assert (whole.z - rest.z).abs().max() <= 4 * unit and (whole.y - rest.y).abs().max() <= 4 * unit
+    leaves = [z0, x, schedule, *f.parameters()]
+    close(torch.autograd.grad(rest.z.sum(), leaves), torch.autograd.grad(whole.z.sum(), leaves))
+
+
+@pytest.mark.parametrize("learnt", [True, "pair"])
+def test_a_layer_with_learnt_coefficients_continues_with_the_next_ones(learnt):
+    f, (z0, x) = Block(aux=False), inputs()
+    layer = revdeq.RevDEQ(f, max_steps=N, indexed=True, learn_coefficients=learnt)
+    with torch.no_grad():
+        layer.learnt.mul_(0.8)
+    *_, whole = layer.steps(x, z0=z0)
+    first = revdeq.solve(f, z0, x, **layer._used(1))
+    assert torch.equal(layer(x, z0=first, max_steps=N - 1), whole.z)
+
+
 def test_a_solution_cannot_be_continued_after_its_backward_pass():
     f, (z0, x) = Block(indexed=False, aux=False), inputs()
     part = revdeq.solve(f, z0, x, max_steps=3)
