@@ -29,6 +29,9 @@ class Last(NamedTuple):
     norms: Tensor | None = None
     known: Tensor | None = None
 
+    def __repr__(self) -> str:
+        return f"Last(steps={self.steps}, nfe={self.nfe}, change={self.change}, adjoint={self.adjoint})"
+
     @property
     def change(self) -> Tensor:
         if self.known is not None:

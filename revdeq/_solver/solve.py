@@ -259,6 +259,8 @@ def _tape(given: _Given) -> tuple[Tape, TreeSpec]:
     """Check the arguments, and create the tape of a solve and the structure of its state."""
     f, z0, args, y0, kwargs, keywords = given
     checked_f(f)
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs = {kwargs!r} must be a dict, the keyword arguments of f")
     options = options_from(keywords)
     settle()
     carry = None

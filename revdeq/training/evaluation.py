@@ -120,7 +120,8 @@ def out_of_range(outputs: Tensor, targets: Tensor) -> str:
     if targets.is_floating_point() or 0 <= int(targets.min()) <= int(targets.max()) < outputs.shape[-1]:
         return ""
     classes, low, high = outputs.shape[-1], int(targets.min()), int(targets.max())
-    return f"the model has {classes} classes, and targets range from {low} to {high}: they must start at 0"
+    range_of = f"targets range from {low} to {high}: they must be 0 to {classes - 1}, without an ignore_index"
+    return f"the model has {classes} classes, and {range_of}"
 
 
 def autocast(dtype: str | None) -> dict[str, Any]:

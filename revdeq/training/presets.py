@@ -104,6 +104,9 @@ class Training:
     tune: str = "pair"
 
     def __post_init__(self) -> None:
+        for name, values in (("schedule", SCHEDULES), ("autocast", AUTOCAST), ("tune", TUNED)):
+            if getattr(self, name) not in values:
+                raise SettingError(f"{name}={getattr(self, name)!r}: it must be one of {', '.join(map(str, values))}")
         for name, kind in get_type_hints(type(self)).items():
             value = getattr(self, name)
             accepted = (kind | int) if kind in (float, float | None) else kind
@@ -131,9 +134,6 @@ class Training:
                 raise SettingError(f"{name}={getattr(self, name)!r}: it must be 0 or larger")
         if self.seed >= 2**63:
             raise SettingError(f"seed={self.seed!r}: it must be below 2**63")
-        for name, values in (("schedule", SCHEDULES), ("autocast", AUTOCAST), ("tune", TUNED)):
-            if getattr(self, name) not in values:
-                raise SettingError(f"{name}={getattr(self, name)!r}: it must be one of {', '.join(map(str, values))}")
 
 
 @dataclass(frozen=True)

@@ -99,10 +99,10 @@ def _checked(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise SettingError(f"--device {name}: it must be a device such as cpu, cuda or cuda:1") from None
+        raise SettingError(f"device={name} (--device): it must be a device such as cpu, cuda or cuda:1") from None
     if device.type in _device.GPUS and device.index is None:
         device = _device.of_this_process(device.type)
     if device not in (known := _device.devices()) and device.type != "cpu":
         there = ", ".join(map(str, known[:-1])) or "no GPU"
-        raise SettingError(f"--device {name}: this machine has {there}; use cpu, or leave it out")
+        raise SettingError(f"device={name} (--device): this machine has {there}; use cpu, or leave it out")
     return device

@@ -180,23 +180,25 @@ def _saved(last: Path, preset: Preset, resume: bool) -> dict[str, Any] | None:
     if not last.exists():
         if resume and (best := last.with_name("best.pt")).exists():
             raise CheckpointError(
-                f"{best} belongs to a run whose last.pt is missing, so that it cannot be resumed: choose another --out"
+                f"{best} belongs to a run whose last.pt is missing, so that it cannot be resumed: choose another "
+                "folder (--out)"
             )
         return None
     if not resume:
         raise CheckpointError(
-            f"{last} already exists: continue it with --resume (resume=True), or choose another --out"
+            f"{last} already exists: continue it with resume=True (--resume), or choose another folder (--out)"
         )
     saved = checkpoint.load(last)
     if "optimizer" not in saved:
         raise CheckpointError(
-            f"{last} contains only weights, like best.pt, and cannot be resumed: choose another --out"
+            f"{last} contains only weights, like best.pt, and cannot be resumed: choose another folder (--out)"
         )
     before, now = Preset.from_dict(saved["preset"]).flat(), preset.flat()
     if keys := [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in LENGTH]:
         changes = ", ".join(f"{key}={before.get(key)} (asked for: {now.get(key)})" for key in keys)
         raise CheckpointError(
-            f"{last} is from a run with other settings, {changes}: use the same settings, or choose another --out"
+            f"{last} is from a run with other settings, {changes}: use the same settings, or choose another folder "
+            "(--out)"
         )
     return saved
 
@@ -227,7 +229,9 @@ class Run:
                 f"a process"
             )
         if training.batch > dataset.size:
-            raise SettingError(f"batch={training.batch}: it must not be larger than the training data, {dataset.size}")
+            raise SettingError(
+                f"batch={training.batch} is larger than the training data, {dataset.size} examples: set a smaller batch"
+            )
         self.batches = dataset.size // training.batch
         self.total = min(training.epochs * self.batches, training.updates or sys.maxsize)
 
@@ -319,7 +323,9 @@ class Run:
                     since += time.perf_counter() - paused
                     if stop:
                         name = signal.Signals(stop).name
-                        raise Stopped(f"{name}: saved at update {self.update:,}, continue with --resume", stop)
+                        raise Stopped(
+                            f"{name}: saved at update {self.update:,}, continue with resume=True (--resume)", stop
+                        )
         finally:
             progress.close()
         if self.processes.first and self.rows:
@@ -513,7 +519,7 @@ class Run:
             same = "on other examples, or in another order"
             raise DataError(
                 f"{path} was trained {other if before['size'] != now['size'] else same}: to continue, pass the same "
-                "data, or held-out examples would be trained on; or choose another --out (out)"
+                "data, or held-out examples would be trained on; or choose another folder (--out)"
             )
         checkpoint.load_weights(self.model, path, saved)
         self.optimizer.load_state_dict(saved["optimizer"])

@@ -83,9 +83,15 @@ def _misfit(outputs: Any, targets: Tensor) -> str:
         return f"it returns a {type(outputs).__name__}; it must return a tensor"
     shape, expected = tuple(outputs.shape), tuple(targets.shape)
     if targets.is_floating_point():
-        return "" if shape == expected else f"it returns the shape {shape}; it must return that of targets, {expected}"
+        if shape == expected:
+            return ""
+        classes = (
+            "; if the targets are classes, pass targets.long()" if bool((targets == targets.round()).all()) else ""
+        )
+        return f"it returns the shape {shape}; it must return that of targets, {expected}{classes}"
     if shape[:-1] != expected:
-        return f"it returns the shape {shape}; it must return {(*expected, 'classes')} for targets of shape {expected}"
+        wanted = ", ".join([*map(str, expected), "classes"])
+        return f"it returns the shape {shape}; it must return ({wanted}) for targets of shape {expected}"
     return ""
 
 

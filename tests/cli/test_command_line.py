@@ -27,10 +27,12 @@ def test_a_plot_that_cannot_be_written_is_an_error_before_the_training(monkeypat
     assert "it must end in .png, in a folder that exists" in capsys.readouterr().err
 
 
-def test_missing_extras_are_named_before_the_training(monkeypatch, capsys):
+def test_missing_packages_are_named_before_the_training(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert run(monkeypatch, "demo") == 1
-    assert "The demo needs matplotlib, sklearn, tqdm: pip install 'revdeq[demo]'" in capsys.readouterr().err
+    assert (
+        "The demo needs matplotlib, sklearn, tqdm: pip install matplotlib scikit-learn tqdm" in capsys.readouterr().err
+    )
 
 
 def test_an_unknown_command(monkeypatch, capsys):

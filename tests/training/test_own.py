@@ -194,7 +194,7 @@ def frozen():
             nn.Sequential(nn.Linear(2, 2), nn.Flatten(0)),
             circle(),
             SettingError,
-            "it returns the shape (4,); it must return (2, 'classes')",
+            "it returns the shape (4,); it must return (2, classes)",
         ),
         (nn.LSTM(2, 2), circle(), SettingError, "it returns a tuple; it must return a tensor"),
         (nn.Linear(2, 2), (circle()[0], circle()[0][:, 0]), SettingError, "must return that of targets, (2,)"),

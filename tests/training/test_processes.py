@@ -73,5 +73,5 @@ def test_a_process_uses_its_own_gpu(monkeypatch, seen, expected):
 
 @pytest.mark.parametrize("device", ["tpu0", "cuda:77"])
 def test_a_device_that_does_not_exist(device):
-    with pytest.raises(SettingError, match=f"--device {device}: .*cpu"):
+    with pytest.raises(SettingError, match=f"device={device} .*cpu"):
         Processes(device)

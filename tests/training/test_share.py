@@ -130,7 +130,7 @@ def test_what_cannot_be_loaded_is_named(runs, tmp_path):
         revdeq.models.load(runs / "prefix-tiny", max_step=3)
     with pytest.raises(SettingError, match="seed=3: it applies to training only"):
         revdeq.models.load(runs / "prefix-tiny", seed=3)
-    with pytest.raises(SettingError, match="--device cuda:77: this machine has .*; use cpu, or leave it out"):
+    with pytest.raises(SettingError, match="device=cuda:77 .*: this machine has .*; use cpu, or leave it out"):
         revdeq.models.load(runs / "prefix-tiny", device="cuda:77")
     assert next(revdeq.models.load(runs / "prefix-tiny", device="meta").parameters()).is_meta
     with pytest.raises(CheckpointError, match=r"of another model \(was it trained without channels=8\?\): E"):
@@ -458,7 +458,9 @@ def test_text_from_a_folder(runs, data, tmp_path, monkeypatch, capsys):
         ("--top-p", "top_p = 0.0 must be larger than 0"),
     ):
         assert message in said(monkeypatch, capsys, "generate", run, wrong, 0)
-    assert "--device cdua: it must be a device" in said(monkeypatch, capsys, "generate", run, "--device", "cdua")
+    assert "device=cdua (--device): it must be a device" in said(
+        monkeypatch, capsys, "generate", run, "--device", "cdua"
+    )
     with pytest.raises(CheckpointError, match="only a language model generates text"):
         generate(runs / "prefix-tiny", None, "", 3)
 

@@ -232,7 +232,7 @@ def test_resuming_a_plateau_bit_for_bit(folder, tmp_path, monkeypatch):
     assert rows[-1]["lr"] < 0.3
     with pytest.MonkeyPatch.context() as patch:
         stop_by_signal(patch, 22)
-        with pytest.raises(train.Stopped, match="SIGTERM: saved at update 23, continue with --resume"):
+        with pytest.raises(train.Stopped, match="SIGTERM: saved at update 23, continue with resume=True"):
             train.train(preset, folder, tmp_path / "run", quiet=True)
     train.train(preset, folder, tmp_path / "run", resume=True, quiet=True)
     assert_same_run(tmp_path / "whole", tmp_path / "run")
@@ -630,7 +630,7 @@ def test_values_on_the_command_line(text, value):
         (["cifar10-tiny", "--set", "block=mine.py:Block"], "block='mine.py:Block': it must be module:Class"),
         (["cifar10-tiny", "--set", "beta=1"], "the model multi-scale cannot be created: beta = 1"),
         (["cifar10-tiny", "--set", "model=resnt"], "model='resnt': there is no such model (did you mean resnet?)"),
-        (["cifar10-tiny", "--set", "batch=1000"], "batch=1000: it must not be larger than the training data, 180"),
+        (["cifar10-tiny", "--set", "batch=1000"], "batch=1000 is larger than the training data, 180"),
         (["wikitext2-tiny", "--set", "vocabulary=sene"], "vocabulary='sene'"),
         (["wikitext103-94m"], "no wikitext-103 in "),
     ],
@@ -656,7 +656,7 @@ def test_a_folder_with_another_run_is_left_alone(folder, tmp_path, monkeypatch, 
     cases = [
         (
             ["cifar10-tiny", *settings],
-            "already exists: continue it with --resume (resume=True), or choose another --out",
+            "already exists: continue it with resume=True (--resume), or choose another folder (--out)",
         ),
         (
             ["cifar10-tiny", *settings, "--set", "lr=0.1", "--resume"],
@@ -777,7 +777,7 @@ def test_a_diverging_loss_stops_the_training(model, folder, tmp_path, monkeypatc
         del settings["width"], settings["max_steps"]
     assert command(monkeypatch, "train", "cifar10-tiny", "--data", folder, "--out", out, *assignments(settings)) == 1
     said = capsys.readouterr().err
-    assert "update 8: the " in said and "diverged: try a smaller lr (it was 0.003)" in said and "is intact" in said
+    assert "update 8: " in said and "diverged: try a smaller lr (it was 0.003)" in said and "is intact" in said
     last = checkpoint.load(out / "last.pt")
     assert last["update"] == 4 and all(torch.isfinite(p).all() for p in last["model"].values())
 
