@@ -48,7 +48,8 @@ class Implicit(torch.autograd.Function):
         refuse_other_derivatives(grads)
         tape, size = ctx.tape, ctx.size
         tape.refuse_changes()
-        read, before = ctx.saved_tensors[:size], ctx.saved_tensors[size:]
+        saved = ctx.saved_tensors  # a checkpoint around the solve allows to read them once
+        read, before = saved[:size], saved[size:]
         # y and z are the same fixed point, so their gradients add up.
         by_y, by_z = (
             [scaled(g, 1, x) for g, x in zip(part, read, strict=True)] for part in (grads[:size], grads[size:])

@@ -208,7 +208,7 @@ class Monitor:
                 "differentiate the last steps only (backward_steps)"
             )
             self._tell("not finite", text, ConvergenceError, ConvergenceWarning)
-        elif after > LARGEST_GROWTH * before:
+        elif after > LARGEST_GROWTH * before > 0:  # 0 if only auxiliary outputs have a gradient
             text = (
                 f"the gradient grew {after / before:.1e} times from the last step to the first ({self.setting}): it is "
                 "exact, but f expands, so that the gradient explodes with more steps and is dominated by the first "

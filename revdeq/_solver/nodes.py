@@ -33,6 +33,9 @@ def _restored(x: Tensor, dtype: torch.dtype, shape: torch.Size, device: torch.de
     return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(x)
 
 
+_UNKNOWN = torch.empty(0, device="cpu", requires_grad=True)
+
+
 def leaves_behind(outputs: Sequence[Tensor], read: Sequence[Tensor] = ()) -> Iterator[Tensor]:
     """The leaves that tensors depend on other than through `read`."""
     yield from (x for x in outputs if x.requires_grad and x.is_leaf)
@@ -44,6 +47,8 @@ def leaves_behind(outputs: Sequence[Tensor], read: Sequence[Tensor] = ()) -> Ite
         seen.add(node)
         if hasattr(node, "variable"):
             yield node.variable
+        elif node.name() == "CheckpointFunctionBackward":  # a reentrant checkpoint, which hides what it depends on
+            yield _UNKNOWN
         left += [following for following, _ in node.next_functions]
 
 

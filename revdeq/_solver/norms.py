@@ -37,7 +37,8 @@ def relative_changes(norms: Tensor) -> Tensor:
 
 def relative_distances(y: Sequence[Tensor], z: Sequence[Tensor]) -> Tensor:
     """‖y - z‖ / (‖z‖ + 1e-5) of each example."""
-    pairs = [(a.detach().double().flatten(1), b.detach().double().flatten(1)) for a, b in zip(y, z, strict=True)]
+    rows = ([x.detach().double().unsqueeze(-1).flatten(1) for x in xs] for xs in (y, z))
+    pairs = list(zip(*rows, strict=True))
     sums = [torch.stack([(a - b).square().sum(1), b.square().sum(1)]) for a, b in pairs]
     return relative_changes(functools.reduce(torch.add, sums))
 

@@ -328,6 +328,8 @@ class Places:
         try:
             with within:
                 outputs = [x.detach() for x in f(read, k)]
+        except (Differentiates, OnceMore):
+            raise
         except BaseException:
             within.clean_up()
             raise

@@ -104,7 +104,7 @@ class Tape:
         coefficients: Tensor | None = None,
     ) -> None:
         self.f, self.scheme, self.options, self.monitor = f, scheme, options, monitor
-        self._start, self.coefficients = start, coefficients
+        self._start, self.coefficients, self.is_continued = start, coefficients, start.carried is not None
         self.z0 = [x.detach() for x in start.z]
         self.y0 = [x.detach() for x in start.y] or self.z0
         self._versions = [(weakref.ref(x), x._version) for x in (*start.z, *start.y) if not x.is_inference()]
@@ -129,6 +129,7 @@ class Tape:
         self._left: State = []  # the states after the last of single steps
         self._kept: collections.deque[int] = collections.deque()
         self._way_back: WayBack | None = None
+        self._passes: set[int] = set()  # the backward passes that have begun
         self.end_node: Callable[[], Any] = lambda: None  # a weak reference: the node refers to the tape
         self._lock = threading.RLock()
 
@@ -136,12 +137,22 @@ class Tape:
 
     def run(self) -> End:
         """Run all steps. Divergence is an error if it can be seen without synchronizing."""
-        self._run(look=self.options.tol is not None)
-        if self.options.tol is None and _device.can_look(self.z0[0]):
-            assert self.norms is not None
-            if not math.isfinite(relative_change(*self.norms.tolist())):
-                self._run(look=True)  # again, to name the step
-        return self._ended()
+        try:
+            self._run(look=self.options.tol is not None)
+            if self.options.tol is None and _device.can_look(self.z0[0]):
+                assert self.norms is not None
+                if not math.isfinite(relative_change(*self.norms.tolist())):
+                    self._run(look=True)  # again, to name the step
+            return self._ended()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """After the forward pass, only the graph refers to the tape: a cycle through its nodes would never be freed."""
+        self.half_steps, self._home, self._start, self._sums = ([], []), None, Start([], []), None
+        self._read = self._other = []
+        self._before, self._whole = None, None
+        self._kept.clear()
 
     def _run(self, look: bool) -> None:
         self.begin(look)
@@ -186,8 +197,9 @@ class Tape:
                     raise RuntimeError(
                         "z or y of a step was modified in place, and the next step needs it: clone it first"
                     )
-        finally:  # from now on the graph refers to it
-            self._left, self.half_steps, self._home, self._read, self._other = self.own(), ([], []), None, [], []
+        finally:
+            self._left = self.own()
+            self._release()
 
     def begin(self, look: bool, first: int | None = None) -> None:
         """If `look`, test for convergence after each step, which synchronizes. first: the step at which the backward
@@ -229,10 +241,10 @@ class Tape:
                 self._half_step(2 * self.steps, norms=False)
                 self._half_step(2 * self.steps + 1, norms=self._look or self._is_stepwise or last)
         except BaseException as error:
-            if leaving_out is not None:
+            # torch.func inside f does not allow hooks: store the graph
+            self._stores |= isinstance(error, RuntimeError) and "saved tensor hooks" in str(error)
+            if leaving_out is not None and not (self._stores or isinstance(error, FromTheStart)):
                 leaving_out.clean_up()
-                # torch.func inside f does not allow hooks: store the graph
-                self._stores = isinstance(error, RuntimeError) and "saved tensor hooks" in str(error)
             if self.steps > 0 or not (self._stores or isinstance(error, FromTheStart)):
                 raise
             self.begin(self._look)
@@ -348,7 +360,9 @@ class Tape:
         """Create the half-steps, with the memory layout of f's outputs."""
         for x in outputs:
             refuse_transformed(x)
-        like, has_tolerance = laid_out_like(outputs, self.z0), self.options.tol is not None
+        has_tolerance = self.options.tol is not None
+        # A mask is drawn in the order of the memory, so that an f that draws must always see the layout of z0.
+        like = [torch.empty_like(x) for x in self.z0] if self.f.draw.draws else laid_out_like(outputs, self.z0)
         if self.ends is not None:
             like = [x if is_batch_outermost(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like]
         announced = min(self.options.max_steps, ANNOUNCED) if has_tolerance else self.options.max_steps
@@ -482,9 +496,6 @@ class Tape:
         elif not self._needed:
             self.last = None
         y_states, z_states = ([h.state for h in half_steps] for half_steps in self.half_steps)
-        self.half_steps, self._home, self._start, self._sums = ([], []), None, Start([], []), None
-        self._read = self._other = []
-        self._kept.clear()
         beside = None if spec is None else tree_unflatten(aux, spec)
         return End(values[:size], values[size:], beside, (y_states, z_states))
 
@@ -494,7 +505,19 @@ class Tape:
         """At the end of the iteration, with gradients with respect to the last y and z."""
         nodes.refuse_other_derivatives(grads)
         self.refuse_changes()
+        self._begin_pass()
         self._way_back = WayBack(self, nodes.states(ctx), grads, graph_is_kept())
+
+    def _begin_pass(self) -> None:
+        """Raise if another backward pass has begun since this one did: it has replaced the adjoints."""
+        number = current_pass()
+        if number in self._passes:
+            raise RuntimeError(
+                "two backward passes go through this solve at the same time (in two threads, or one in a hook of the "
+                "other): run them one after the other"
+            )
+        if number >= 0:
+            self._passes.add(number)
 
     def back(self, home: Home, k: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """At half-step k, with gradients with respect to the state that it updated. Returns those with respect to f's
@@ -535,6 +558,7 @@ class Tape:
         if self._way_back is None or self._way_back.number != current_pass():
             nodes.refuse_other_derivatives(grads)
             self.refuse_changes()
+            self._begin_pass()
             self._way_back = WayBack(self, self._saved(), None, True)
         return self._way_back
 

@@ -89,7 +89,9 @@ class WayBack:
             self._scheme.bind(0, y, self._read, tape.steps, spilled[:size]),
             self._scheme.bind(1, z, self._read, tape.steps, spilled[size:]),
         )
-        self._is_compared = tape.monitor is not None and bool(tape.first == 0 or tape.end)
+        # What a solve in half precision continues has more bits than the z0 to compare with.
+        continues_half = tape.is_continued and any(x.element_size() == 2 for x in tape.z0)
+        self._is_compared = tape.monitor is not None and bool(tape.first == 0 or tape.end) and not continues_half
         self._magnitudes: State = []  # of each tensor of the state, if it is compared
         self._maxima: State = []
         self.adjoint: Adjoints | None = None
@@ -148,6 +150,8 @@ class WayBack:
                 if self._ends is not None:
                     half_step.each(self._ends, k)
                 half_step.invert(out, self._scheme.at(k))
+            if k == 1:
+                self._read_z0()
             self.empty()
             self.at -= 1
 
@@ -184,14 +188,18 @@ class WayBack:
                 half_step.invert_adjoint(out, own, vjp, other, step, adjoint_step, seed)
         else:
             self._compare_z(rows, step, adjoint_step)
-        if k == 1:  # the initial state is known: use it, not its reconstruction
-            self._read = [h.in_order(x) for h, x in zip(self._half_steps[0], self._tape.z0, strict=True)]
-            for half_step, x in zip(self._half_steps[0], self._read, strict=True):
-                half_step.write_to(x)  # only read from here on
+        if k == 1:
+            self._read_z0()
         if self._learns:
             self._note_slopes(k, self._read, sign=-1)
         self.empty()
         self.at -= 1
+
+    def _read_z0(self) -> None:
+        """The initial state is known: use it, not its reconstruction."""
+        self._read = [h.in_order(x) for h, x in zip(self._half_steps[0], self._tape.z0, strict=True)]
+        for half_step, x in zip(self._half_steps[0], self._read, strict=True):
+            half_step.write_to(x)  # only read from here on
 
     def _compare_z(self, rows: Any, step: Any, adjoint_step: Any) -> None:
         """Update the adjoints of y, and compare the reconstruction of z0 with z0."""

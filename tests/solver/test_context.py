@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import revdeq
 from revdeq._solver.context import Draw
@@ -166,7 +167,7 @@ def test_an_error_names_a_thread_that_draws_constantly_while_f_draws(another_thr
 
 
 def test_f_may_draw_new_numbers_in_every_evaluation_while_other_threads_draw(another_thread):
-    """All numbers come from one seed."""
+    """All numbers come from one seed, except in the evaluation that is watched and discarded."""
     another_thread()
     torch.manual_seed(0)
     drawn = torch.rand(40)
@@ -180,6 +181,8 @@ def test_f_may_draw_new_numbers_in_every_evaluation_while_other_threads_draw(ano
         return 0.5 * z + seen[-1].mean()
 
     revdeq.solve(f, torch.zeros(3), max_steps=4)
+    watched = seen.pop(1)
+    assert torch.equal(watched, drawn[len(seen[0]) :][: len(watched)])
     expected = [drawn[: len(x)] for x in seen]
     assert all(map(torch.equal, seen, expected))
     assert len({len(x) for x in seen}) > 1
@@ -220,7 +223,7 @@ def test_a_thread_that_draws_during_the_first_evaluation(another_thread, when):
         return out
 
     solution = revdeq.solve(f, torch.zeros(500), max_steps=12, check="raise")
-    assert calls <= 24 + 3
+    assert calls <= 24 + 4
     solution.z.sum().backward()
     assert has_one_mask(solution.z, 12)
     assert has_one_mask(w.grad, 12)
@@ -310,3 +313,59 @@ def test_precisions_set_by_the_new_api_are_those_of_the_forward_pass(names, valu
     program = textwrap.dedent(PRECISION.format(names=names, value=value))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_dropout_in_a_checkpoint_beside_an_idle_thread(another_thread, reentrant):
+    """The checkpoint saves the generators before f draws."""
+
+    def gradient():
+        torch.manual_seed(0)
+        v = torch.linspace(-1, 1, 50).requires_grad_()
+
+        def f(z):
+            return 0.5 * checkpoint(lambda z: F.dropout(torch.tanh(z + v)), z, use_reentrant=reentrant)
+
+        z = revdeq.solve(f, torch.zeros(50), max_steps=2, check="raise").z
+        return (z.detach(), *torch.autograd.grad(z.sum(), v)) if not reentrant else _backward(z, v)
+
+    def _backward(z, v):
+        z.sum().backward()
+        return z.detach(), v.grad
+
+    ours = gradient()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        beside = gradient()
+    assert all(map(torch.equal, ours, beside))
+    assert torch.equal(ours[0] == 0, ours[1] == 0)  # what is dropped has no gradient
+
+
+def test_a_solve_with_dropout_inside_f_beside_an_idle_thread(another_thread):
+    v = torch.ones(50, requires_grad=True)
+
+    def f(z):
+        inner = revdeq.solve(lambda q: 0.5 * F.dropout(v) + 0 * q, z, max_steps=1).z
+        return inner * F.dropout(torch.ones(50))
+
+    def solved():
+        torch.manual_seed(0)
+        z = revdeq.solve(f, torch.zeros(50), max_steps=2, check="raise").z
+        return z.detach(), *torch.autograd.grad(z.sum(), v)
+
+    alone = solved()
+    another_thread()
+    assert all(map(torch.equal, solved(), alone))
+
+
+def test_one_mask_for_an_initial_state_with_another_layout():
+    """A mask is drawn in the order of the memory."""
+    masks = []
+
+    def f(z):
+        masks.append(F.dropout(torch.ones_like(z)))
+        return (0.5 * z * masks[-1]) @ torch.eye(6)
+
+    revdeq.solve(f, torch.zeros(6, 5).t().requires_grad_(), max_steps=3).z.sum().backward()
+    others = [mask for mask in masks if not torch.equal(mask, masks[0])]
+    assert len(others) <= 1 and len(masks) - len(others) == 12  # beside other threads, an evaluation is discarded

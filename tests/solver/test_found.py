@@ -1,6 +1,7 @@
 """Problems that were found by trying real programs."""
 
 import copy
+import gc
 import subprocess
 import sys
 import textwrap
@@ -10,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import revdeq
+from revdeq._solver.tape import Tape
 
 
 class WithBuffer(nn.Module):
@@ -407,3 +410,123 @@ def test_spectral_norm_in_training_mode_has_its_own_remedy():
         revdeq.solve(lambda z, x: torch.tanh(f(z)) + x, torch.zeros(2, 3), x)
     with nn.utils.parametrize.cached():
         revdeq.solve(lambda z, x: torch.tanh(f(z)) + x, torch.zeros(2, 3), x).z.sum().backward()
+
+
+def block(width=4):
+    torch.manual_seed(0)
+    w = (0.3 * torch.eye(width)).requires_grad_()
+    return w, lambda z, x: torch.tanh(z @ w + x)
+
+
+def test_a_backward_pass_inside_another_one_through_the_same_solve_is_refused():
+    """It would replace the adjoints of the first one."""
+    w, f = block()
+    calls, later = [], []
+
+    def hook(g):
+        calls.append(1)
+        if len(calls) == 3:
+            torch.autograd.grad(*later)
+
+    def hooked(z, x):
+        out = f(z, x)
+        if out.requires_grad:
+            out.register_hook(hook)
+        return out
+
+    z = revdeq.solve(hooked, torch.zeros(2, 4), torch.randn(2, 4), max_steps=4).z
+    later += [z.square().sum(), w, None, True]
+    with pytest.raises(RuntimeError, match="two backward passes .* one after the other"):
+        z.sum().backward(retain_graph=True)
+    grads = [torch.autograd.grad(z.sum(), w, retain_graph=True)[0] for _ in range(2)]
+    assert torch.equal(*grads)
+
+
+def test_parameters_in_a_reentrant_checkpoint_get_a_gradient():
+    """Autograd's graph does not show them."""
+    linear, x = nn.Linear(4, 4), torch.randn(2, 4)
+    z = revdeq.solve(
+        lambda z, x: torch.tanh(checkpoint(linear, z, use_reentrant=True) + x), torch.zeros(2, 4), x, max_steps=3
+    ).z
+    z.sum().backward()
+    expected = revdeq.solve(lambda z, x: torch.tanh(linear(z) + x), torch.zeros(2, 4), x, max_steps=3).z
+    torch.testing.assert_close(linear.weight.grad, torch.autograd.grad(expected.sum(), linear.weight)[0])
+
+
+def alive():
+    gc.collect()
+    return sum(type(x) is Tape for x in gc.get_objects())
+
+
+def test_a_solve_that_fails_is_freed():
+    w, f = block()
+    before = alive()
+
+    def fails(z, x):
+        if z.abs().max() > 0.5:
+            raise KeyError("f")
+        return f(z, x)
+
+    for _ in range(3):
+        with pytest.raises(KeyError):
+            revdeq.solve(fails, torch.zeros(2, 4), torch.ones(2, 4))
+        with pytest.raises(FloatingPointError):
+            revdeq.solve(lambda z, x: (w.sum() + 1e30) * z * z + x, torch.zeros(2, 4), torch.ones(2, 4), tol=1e-3)
+        with pytest.raises(OverflowError):
+            revdeq.solve(lambda z, x: 9 * w.sum() * z + x, torch.zeros(2, 4), torch.ones(2, 4), state="exact")
+    assert alive() == before
+
+
+@pytest.mark.parametrize("gradient", ["exact", "implicit"])
+def test_a_checkpoint_around_a_solve_frees_it(gradient):
+    """It stops the repeated forward pass early, by an exception."""
+    w, f = block()
+    x, before = torch.randn(2, 4), alive()
+    for _ in range(3):
+        w.grad = None
+        z = checkpoint(
+            lambda x: revdeq.solve(f, torch.zeros(2, 4), x, gradient=gradient, max_steps=20).z, x, use_reentrant=False
+        )
+        z.sum().backward()
+    del z
+    assert alive() == before
+    expected = revdeq.solve(f, torch.zeros(2, 4), x, gradient=gradient, max_steps=20).z
+    torch.testing.assert_close(w.grad, torch.autograd.grad(expected.sum(), w)[0])
+
+
+def test_only_auxiliary_outputs_have_a_gradient_that_is_not_zero():
+    w, f = block()
+    x = torch.randn(2, 4)
+    s = revdeq.solve(lambda z, x: (f(z, x), f(z, x).square().mean()), torch.zeros(2, 4), x, aux=True, check="raise")
+    ((s.z * 0).sum() + s.aux).backward()
+    assert w.grad.abs().sum() > 0
+
+
+def test_examples_of_one_number_each():
+    s = revdeq.solve(
+        lambda z, x: 0.5 * torch.tanh(z) + x, torch.zeros(4), torch.randn(4), tol=0.01, max_steps=50, per_example=True
+    )
+    assert s.steps.shape == (4,) and (s.change <= 0.01).all()
+
+
+@pytest.mark.parametrize("state", ["float64", "exact"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_continuing_a_solution_in_half_precision_raises_no_alarm(dtype, state):
+    """Its states have more bits than z0 shows."""
+    torch.manual_seed(0)
+    w, x = (0.1 * torch.randn(16, 16)).to(dtype).requires_grad_(), torch.randn(8, 16).to(dtype)
+    s = revdeq.solve(lambda z, x: torch.tanh(z @ w + x), 0 * x, x, max_steps=2, state=state)
+    s = revdeq.solve(lambda z, x: torch.tanh(z @ w + x), s, x, max_steps=2, state=state, check="raise")
+    s.z.float().sum().backward()
+    assert w.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("state", ["float64", "exact"])
+def test_a_loss_on_the_first_y_alone_raises_no_alarm(state):
+    torch.manual_seed(2)
+    w, z0, x = (0.2 * torch.randn(6, 6)).requires_grad_(), torch.randn(4, 6), torch.randn(4, 6)
+    options = {"beta": 0.3, "gamma": 0.4, "state": state, "check": "raise", "max_steps": 3}
+    s = next(revdeq.steps(lambda z, x: torch.tanh(z @ w + x), z0, x, **options))
+    s.y.sum().backward()
+    y = (1 - s.beta) * z0 + s.beta * ((1 - s.gamma) * z0 + s.gamma * torch.tanh(z0 @ w + x))
+    torch.testing.assert_close(w.grad, torch.autograd.grad(y.sum(), w)[0])
