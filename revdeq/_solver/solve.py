@@ -21,7 +21,7 @@ from .monitor import Adjoint, Monitor, call_site
 from .norms import inner, relative_changes, relative_distance
 from .options import options_from, with_options
 from .scheme import Scheme, rounded_coefficients, scheme_for
-from .state import State, checked_batch, checked_state, checked_y0, structured, versions_of
+from .state import State, checked_batch, checked_state, checked_y0, refuse_transformed, structured, versions_of
 from .tape import End, Start, Tape
 from .unchanged import is_compiled
 from .unrolled import has_fakes, in_compiled_model, is_traced, unrolled
@@ -261,6 +261,8 @@ def _tape(given: _Given) -> tuple[Tape, TreeSpec]:
     checked_f(f)
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs = {kwargs!r} must be a dict, the keyword arguments of f")
+    if isinstance(keywords.get("schedule"), Tensor):
+        refuse_transformed(keywords["schedule"])
     options = options_from(keywords)
     settle()
     carry = None

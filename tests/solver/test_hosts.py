@@ -390,6 +390,9 @@ def test_forward_mode_is_refused():
                     revdeq.solve(lambda z, x: torch.cos(z + x), z0, *args)
         with torch.no_grad(), pytest.raises(RuntimeError, match="forward-mode.*reverse mode"):
             revdeq.solve(lambda z: torch.cos(weight * z), torch.zeros(3))
+        schedule = forward_ad.make_dual(torch.full((4, 2), 0.5), torch.ones(4, 2))
+        with pytest.raises(RuntimeError, match="forward-mode.*reverse mode"):
+            revdeq.solve(torch.cos, torch.zeros(3), schedule=schedule)
         assert revdeq.solve(torch.cos, torch.zeros(3)).steps == 8
 
 
