@@ -175,10 +175,13 @@ class Draw:
     and restores the generators afterwards.
 
     All threads share the default generators. A lock lets one solve at a time draw, but a thread that does not solve may
-    draw at any time. If there are other threads, it is unclear whether f advanced the generators: an additional
-    evaluation is watched for operations that draw, and one after which the generators differ from the one before is
+    draw at any time. If there are other threads, it is unclear whether f advanced the generators: the second evaluation
+    is watched for operations that draw, and an evaluation after which the generators differ from the one before is
     repeated until two in succession agree. To agree by chance, both would have to be disturbed equally, as by the first
     evaluation of another solve, which does not take the lock: a solve waits for its end before it repeats its own.
+
+    Generators are rewound before f is called, not when it draws: a checkpoint, or a solve inside f, reads them before.
+    If f draws nothing, another thread may therefore get numbers twice, in the second evaluation only.
     """
 
     turn: ClassVar = threading.Lock()  # acquired in C, so that Ctrl-C cannot interrupt it halfway
@@ -191,7 +194,7 @@ class Draw:
         self._start: list[Tensor] = []
         self._end: list[Tensor] = []  # the generators after the last accepted evaluation
         self._tried: list[Tensor] | None = None  # and after the last rejected one
-        self._attempts, self._is_in_doubt, self._was_beside_a_turn, self._was_watched = 0, False, False, False
+        self._attempts, self._is_in_doubt, self._was_beside_a_turn = 0, False, False
         self._deadline: float | None = None
         # A solve inside an f that holds the lock shares it, even if its backward pass runs in another thread.
         self._has_turn = _thread.draws
@@ -242,34 +245,22 @@ class Draw:
         return result
 
     def _again(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._is_in_doubt and not self._was_watched and not is_compiled(f):  # a mode would compile f again
-            return self._watched(f, *args, **kwargs)
         is_beside, found = bool(self._beside), _device.generator_states(self._device)
+        watches = self._is_in_doubt and not is_compiled(f)  # under a dispatch mode, f would be compiled again
+        seen: list[bool] = []
         _device.set_generator_states(self._device, self._start)
         try:
-            result = f(*args, **kwargs)
-            if self._others_may_draw():
-                self._compare(_device.generator_states(self._device), is_beside or bool(self._beside))
+            with _Watch(lambda: seen.append(True)) if watches else _NOTHING:
+                result = f(*args, **kwargs)
+            end = _device.generator_states(self._device)
+            if watches and not seen:
+                self.draws, self._tried = False, None
+            elif self._others_may_draw():
+                self._compare(end, is_beside or bool(self._beside))
             self._is_in_doubt = False
             return result
         finally:
             _device.set_generator_states(self._device, found)
-
-    def _watched(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Find out whether f draws, or another thread did. If f draws, its result is discarded: the generators were not
-        rewound, because then that thread would get its numbers twice."""
-        found, draws = _device.generator_states(self._device), list[bool]()
-        try:
-            with _Watch(lambda: draws.append(True)):
-                result = f(*args, **kwargs)
-        finally:
-            self._was_watched = True
-            if draws:
-                _device.set_generator_states(self._device, found)
-        if draws:
-            raise OnceMore
-        self.draws = self._is_in_doubt = False
-        return result
 
     def _compare(self, end: list[Tensor], is_beside: bool) -> None:
         """Whether only f advanced the generators."""

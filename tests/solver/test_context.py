@@ -167,7 +167,7 @@ def test_an_error_names_a_thread_that_draws_constantly_while_f_draws(another_thr
 
 
 def test_f_may_draw_new_numbers_in_every_evaluation_while_other_threads_draw(another_thread):
-    """All numbers come from one seed, except in the evaluation that is watched and discarded."""
+    """All numbers come from one seed."""
     another_thread()
     torch.manual_seed(0)
     drawn = torch.rand(40)
@@ -181,15 +181,14 @@ def test_f_may_draw_new_numbers_in_every_evaluation_while_other_threads_draw(ano
         return 0.5 * z + seen[-1].mean()
 
     revdeq.solve(f, torch.zeros(3), max_steps=4)
-    watched = seen.pop(1)
-    assert torch.equal(watched, drawn[len(seen[0]) :][: len(watched)])
     expected = [drawn[: len(x)] for x in seen]
     assert all(map(torch.equal, seen, expected))
     assert len({len(x) for x in seen}) > 1
 
 
-def test_a_thread_gets_no_number_twice_if_f_draws_none(another_thread):
-    """Neither its own numbers, nor those drawn between the evaluations of an f that draws."""
+def test_a_thread_gets_no_numbers_twice_if_f_draws_none(another_thread):
+    """Neither its own numbers, nor those drawn between the evaluations of an f that draws. Whether f draws is found out
+    in its second evaluation, with rewound generators."""
     numbers = [another_thread()]
 
     def f(z):
@@ -204,7 +203,8 @@ def test_a_thread_gets_no_number_twice_if_f_draws_none(another_thread):
         numbers.append(another_thread())
         solution.z.sum().backward(retain_graph=True)
         numbers.append(another_thread())
-    assert len(numbers) == len(set(numbers)) == 1 + 24 + 12
+    assert numbers.pop(2) == numbers[1]
+    assert len(numbers) == len(set(numbers)) == 24 + 12
 
 
 @pytest.mark.parametrize("when", ["before f draws", "after"])
@@ -223,7 +223,7 @@ def test_a_thread_that_draws_during_the_first_evaluation(another_thread, when):
         return out
 
     solution = revdeq.solve(f, torch.zeros(500), max_steps=12, check="raise")
-    assert calls <= 24 + 4
+    assert calls <= 24 + 3
     solution.z.sum().backward()
     assert has_one_mask(solution.z, 12)
     assert has_one_mask(w.grad, 12)
@@ -367,5 +367,4 @@ def test_one_mask_for_an_initial_state_with_another_layout():
         return (0.5 * z * masks[-1]) @ torch.eye(6)
 
     revdeq.solve(f, torch.zeros(6, 5).t().requires_grad_(), max_steps=3).z.sum().backward()
-    others = [mask for mask in masks if not torch.equal(mask, masks[0])]
-    assert len(others) <= 1 and len(masks) - len(others) == 12  # beside other threads, an evaluation is discarded
+    assert all(torch.equal(mask, masks[0]) for mask in masks) and len(masks) == 12
