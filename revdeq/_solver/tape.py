@@ -242,10 +242,12 @@ class Tape:
                 self._half_step(2 * self.steps + 1, norms=self._look or self._is_stepwise or last)
         except BaseException as error:
             # torch.func inside f does not allow hooks: store the graph
-            self._stores |= isinstance(error, RuntimeError) and "saved tensor hooks" in str(error)
-            if leaving_out is not None and not (self._stores or isinstance(error, FromTheStart)):
+            refused = leaving_out is not None and isinstance(error, RuntimeError) and "saved tensor hooks" in str(error)
+            self._stores |= refused
+            restarts = refused or isinstance(error, FromTheStart)
+            if leaving_out is not None and not restarts:
                 leaving_out.clean_up()
-            if self.steps > 0 or not (self._stores or isinstance(error, FromTheStart)):
+            if self.steps > 0 or not restarts:
                 raise
             self.begin(self._look)
             return self.step()

@@ -530,3 +530,19 @@ def test_a_loss_on_the_first_y_alone_raises_no_alarm(state):
     s.y.sum().backward()
     y = (1 - s.beta) * z0 + s.beta * ((1 - s.gamma) * z0 + s.gamma * torch.tanh(z0 @ w + x))
     torch.testing.assert_close(w.grad, torch.autograd.grad(y.sum(), w)[0])
+
+
+def test_an_error_of_an_f_that_stores_its_graph_is_raised():
+    """With torch.func inside f, the solve has started again."""
+    calls = []
+
+    def f(z):
+        calls.append(1)
+        out = torch.func.grad(lambda z: torch.cos(z).sum())(z)
+        if len(calls) > 1:
+            raise KeyError("f")
+        return out
+
+    with pytest.raises(KeyError):
+        revdeq.solve(f, torch.zeros(3, requires_grad=True))
+    assert len(calls) == 2
