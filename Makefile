@@ -45,11 +45,12 @@ dist: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine
 	rm -rf dist && $(BIN)/python -m build && $(BIN)/python -m twine check --strict dist/*
 
+# --no-compile saves half a minute: Python compiles the modules that it imports.
 # torch for AMD or Intel GPUs has its own Triton, under another name, which one in .venv would hide.
 .venv/installed: setup.py .ci/build_backend.py pyproject.toml .ci/constraints.txt kernels/common.h kernels/cpu.c kernels/cpu_exact.c
 	@echo "Setting up .venv (torch is large: this takes a minute or two) ..."
 	$(PYTHON) -m venv $(VENV_FLAGS) .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,train,hub,tensorboard,test,torchdeq,lint]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS) -e '.[demo,train,hub,tensorboard,test,torchdeq,lint]'
 	$(if $(VENV_FLAGS),$(BIN)/python -m pip uninstall --quiet --yes triton)
 	touch $@
 

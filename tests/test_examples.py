@@ -174,6 +174,7 @@ def test_inference_stops_at_the_tolerance_or_at_the_budget():
     assert warm < cold
 
 
+@pytest.mark.full
 def test_the_notebook_runs_from_top_to_bottom(monkeypatch, capsys, tmp_path):
     """As Jupyter would run it, without Jupyter's own commands, and at the small size for a CPU."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed").use("Agg")
@@ -199,6 +200,7 @@ def test_the_ddp_example_says_how_to_start_it():
         ddp.main()
 
 
+@pytest.mark.full
 def test_processes_under_torchrun_keep_equal_parameters():
     dist = pytest.importorskip("torch.distributed")
     if not dist.is_available() or not dist.is_gloo_available():

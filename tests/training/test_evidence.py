@@ -110,6 +110,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(evidence, "PROBED", 50)
 
 
+@pytest.mark.full
 def test_a_study_is_trained_measured_and_checked(tiny, tmp_path, capsys, monkeypatch):
     arguments = {"results": tmp_path, "runs": tmp_path / "runs", "data": None, "seeds": 1, "minutes": 9, "jobs": 2}
     asked = argparse.Namespace(**arguments, updates=None, equal_time=False, label=None)

@@ -306,7 +306,7 @@ def test_a_killed_run_resumes_bit_for_bit(folder, tmp_path, capsys):
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", ["cifar10-tiny", pytest.param("wikitext2-tiny", marks=pytest.mark.full)])
 def test_two_processes_train_as_one_does(name, folder, tmp_path):
     """With the same batch, half of it each, in two parts, and the same random number of steps per update. Dropout is
     off, because each process has its own masks."""
