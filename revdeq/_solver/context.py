@@ -252,11 +252,10 @@ class Draw:
         try:
             with _Watch(lambda: seen.append(True)) if watches else _NOTHING:
                 result = f(*args, **kwargs)
-            end = _device.generator_states(self._device)
             if watches and not seen:
                 self.draws, self._tried = False, None
             elif self._others_may_draw():
-                self._compare(end, is_beside or bool(self._beside))
+                self._compare(_device.generator_states(self._device), is_beside or bool(self._beside))
             self._is_in_doubt = False
             return result
         finally:

@@ -13,7 +13,7 @@ from .norms import relative_changes
 from .options import Options
 from .scheme import relax_norms, scheme_for
 from .state import laid_out_like
-from .tape import ANNOUNCED
+from .tape import announced_steps
 
 
 class Forward(NamedTuple):
@@ -41,8 +41,7 @@ def forward(f: Callable[[Tensor, int], Tensor], z0: Tensor, options: Options) ->
         if not half_steps:
             like = laid_out_like([out], [z0])
             states = scheme.start_both([z0], like)
-            announced = options.max_steps if tol is None else min(options.max_steps, ANNOUNCED)
-            half_steps = tuple(scheme.bind(i, states[i], like, announced)[0] for i in (0, 1))
+            half_steps = tuple(scheme.bind(i, states[i], like, announced_steps(options))[0] for i in (0, 1))
         half_step = half_steps[k % 2]
         copy = torch.empty_like(half_step.copy)
         half_step.write_to(copy)

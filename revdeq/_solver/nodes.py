@@ -34,6 +34,7 @@ def _restored(x: Tensor, dtype: torch.dtype, shape: torch.Size, device: torch.de
 
 
 _UNKNOWN = torch.empty(0, device="cpu", requires_grad=True)
+"""Stands for leaves that the graph does not show."""
 
 
 def leaves_behind(outputs: Sequence[Tensor], read: Sequence[Tensor] = ()) -> Iterator[Tensor]:

@@ -34,13 +34,7 @@ from .options import Options
 from .places import Differentiates, Home, Places
 from .private import current_pass, graph_is_kept
 from .scheme import Scheme, relax, relax_norms
-from .state import (
-    State,
-    is_batch_outermost,
-    laid_out_like,
-    refuse_transformed,
-    versions_of,
-)
+from .state import State, is_batch_outermost, laid_out_like, refuse_transformed, versions_of
 from .way_back import WayBack
 
 ANNOUNCED = 32
@@ -367,8 +361,7 @@ class Tape:
         like = [torch.empty_like(x) for x in self.z0] if self.f.draw.draws else laid_out_like(outputs, self.z0)
         if self.ends is not None:
             like = [x if is_batch_outermost(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like]
-        announced = min(self.options.max_steps, ANNOUNCED) if has_tolerance else self.options.max_steps
-        scheme = self.scheme
+        announced, scheme = announced_steps(self.options), self.scheme
         if self._start.carried is not None:
             y, z = (scheme.carried(state, like) for state in self._start.carried)
         elif self.y0 is self.z0:
@@ -588,6 +581,11 @@ class Tape:
                 "z0 was modified in place after the solve, but the backward pass needs it: solve from z0.clone(), or "
                 "modify z0 after the backward pass"
             )
+
+
+def announced_steps(options: Options) -> int:
+    """The number of steps to allocate for."""
+    return options.max_steps if options.tol is None else min(options.max_steps, ANNOUNCED)
 
 
 def _continued(half_step: Any) -> Any:
