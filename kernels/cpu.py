@@ -96,8 +96,7 @@ class InC(half_step.HalfStep):
     _adjoint_step: Linear | None = None
 
     def write_to(self, copy: Tensor) -> None:
-        super().write_to(copy)
-        self._bound.copy = copy.data_ptr()
+        self.copy, self._bound.copy = copy, copy.data_ptr()
 
     def each(self, ends: Tensor, now: int, kept: float = 1.0) -> None:
         super().each(ends, now, kept)
@@ -140,9 +139,9 @@ class HalfStep(InC):
             self._take(step)
         if adjoint_step is not self._adjoint_step:
             self._take_adjoint(adjoint_step)
-        *tensors, seed = [None if x is None else x.data_ptr() for x in adjoints]
-        seed_type = 0 if adjoints[3] is None else CODE[adjoints[3].dtype]
-        self._invert_in_c(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *tensors, seed, seed_type)
+        adjoint, vjp, other, seed = adjoints
+        tensors = address(adjoint), address(vjp), address(other), *typed(seed)
+        self._invert_in_c(self._address, f.data_ptr(), CODE[f.dtype], get_num_threads(), *tensors)
 
     def _compare(
         self, f: Tensor, initial: Tensor, floor: Tensor, adjoints: Adjoints, step: Coefficients, adjoint_step: Linear

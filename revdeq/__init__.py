@@ -14,9 +14,9 @@ if not (_Path(__file__).parent / "kernels").exists():
     __path__.append(str(_Path(__file__).parent.parent))
 
 from . import kernels
+from ._solver.check import ConvergenceError, ConvergenceWarning, ReconstructionError, ReconstructionWarning
 from ._solver.layer import RevDEQ
 from ._solver.loop import loop
-from ._solver.monitor import ConvergenceError, ConvergenceWarning, ReconstructionError, ReconstructionWarning
 from ._solver.options import Exact
 from ._solver.solve import Solution, solve, steps
 from ._solver.tune import Tuning, tune

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint
 
 from ._solver.options import options_from
-from ._solver.scheme import rounded_coefficients
+from ._solver.precision import coefficients
 from ._solver.unrolled import unrolled
 from .kernels.half_step import Coefficients
 
@@ -84,5 +84,5 @@ def checkpointed(
 def _coefficients(beta: float, gamma: float, max_steps: int, schedule: Any) -> list[Coefficients]:
     """The coefficients of every half-step, as rounded for a float64 state."""
     options = options_from({"beta": beta, "gamma": gamma, "schedule": schedule, "state": "float64"})
-    step, first = rounded_coefficients(options)
+    step, *first = coefficients(options)[0]
     return [*first, *[step] * (2 * max_steps)][: 2 * max_steps]

@@ -36,9 +36,9 @@ from torchdeq.utils.config import DEQConfig
 from torchdeq.utils.layer_utils import deq_decorator
 
 from . import _device
+from ._solver.repeatable import modules_of
 from ._solver.options import Options
 from ._solver.solve import solve
-from ._solver.unchanged import reachable
 
 SETTINGS: dict[str, Any] = {
     option.name: option.default for option in dataclasses.fields(Options) if option.name not in ("max_steps", "tol")
@@ -215,7 +215,7 @@ class DEQReversible(DEQBase):
         if settings["beta"] == 1:
             settings["beta"] = self.settings["beta"]
 
-        modules = [module for outermost in reachable(func)[0] for module in outermost.modules()]
+        modules = [module for outermost in modules_of(func) for module in outermost.modules()]
         _refuse_hooks(modules)
         memory: list[tuple[nn.Module, str, Any]] = []
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from .. import _device
-from .norms import inner
+from ..kernels.half_step import Coefficients
 from .solve import solve
+from .unrolled import inner, unrolled
 
 CLOSEST_TO_1 = 1 / 16
 """A smaller |1 - beta| gains nothing, and costs the reconstruction four bits or more per half-step."""
@@ -70,6 +71,14 @@ class Problem:
         """The logarithm of the relative residual after a solve, differentiable, and the number of evaluations."""
         z0, *args = self.batches[batch]
         self.rewind()
+        if isinstance(schedule := settings.get("schedule"), Tensor):  # differentiable, in the memory of a stored graph
+
+            def called(z: Any, *args: Any, evaluation: int) -> Any:
+                return self.called(z, args, evaluation)
+
+            pairs = [Coefficients(1 - beta, beta * gamma, beta * (1 - gamma)) for beta, gamma in schedule]
+            z = unrolled(called, z0, tuple(args), pairs, indexed=True)[1]
+            return log_residual(self.called(z, args, len(pairs) - 1), z), len(pairs)
         known: dict[str, Any] = {"kwargs": self.kwargs, "indexed": self.indexed, "aux": self.aux, "check": None}
         solution = solve(self.f, z0, *args, **known, **settings)
         return log_residual(self.called(solution.z, args, solution.nfe - 1), solution.z), solution.nfe

@@ -31,11 +31,11 @@ from typing import Any, NamedTuple
 
 from .. import _device
 from ..kernels.radix import Radix
-from .monitor import ConvergenceWarning
+from .check import ConvergenceWarning
 from .options import Exact, options_from, with_options
 from .schedule import CLOSEST_TO_1, UPDATES, Pairs, Problem, anderson, descend
-from .solve import checked_f, refuse_solution
-from .state import checked_state
+from .solve import checked_f
+from .state import flattened_state
 
 OPTIONS = ("beta", "gamma", "max_steps", "tol", "indexed", "aux")
 """The options that apply to a search."""
@@ -164,7 +164,7 @@ class Tuning:
         return figure
 
 
-@with_options(only=OPTIONS)
+@with_options
 def tune(
     f: Callable[..., Any],
     z0: Any,
@@ -205,8 +205,7 @@ def tune(
         >>> found = revdeq.tune(f, z0, x, max_steps=2, schedule=True)
         >>> z = revdeq.solve(f, z0, x, schedule=found, max_steps=2).z
     """
-    checked = options_from(options, OPTIONS)
-    refuse_solution(z0, "tune")
+    checked = options_from(options)
     if abs(1 - checked.beta) < CLOSEST_TO_1:
         raise ValueError(
             f"beta = {checked.beta!r} is within 1/16 of 1, where the backward pass would lose too many bits: start "
@@ -217,7 +216,7 @@ def tune(
     for i, batch in enumerate(batches):
         if not isinstance(batch, (tuple, list)) or not batch:
             raise TypeError(f"batches[{i}] is of type {type(batch).__name__}: it must be a tuple (z0, *args)")
-    device = checked_state(z0)[0][0].device
+    device = flattened_state(z0)[0][0].device
     every = [(z0, *args), *map(tuple, batches)]
     random = _device.generator_states(device)
     problem = Problem(checked_f(f), every, kwargs or {}, checked.indexed, bool(checked.aux), device, random)

@@ -1,4 +1,4 @@
-"""The iteration as plain PyTorch operations, for tracers and as a stored graph.
+"""The iteration as plain PyTorch operations: for tracers, inside the f of another solve, and as a stored graph.
 
 It computes the same bits as a solve with a float64 state, without saving memory.
 """
@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..kernels.half_step import Coefficients
 from ..kernels.reference import relaxed
-from .private import is_exporting
+from .iteration import relative_change
 from .state import State
 
 
@@ -26,9 +26,10 @@ def unrolled(
     around: Callable[..., State] = lambda half_step, *states: half_step(*states),
     y0: Any = None,
     indexed: bool = False,
-) -> tuple[Any, Any, Any]:
-    """The last y and z, and z before the last step. `steps` has the coefficients of every half-step, and `around` is
-    called with each half-step and its states, to run it."""
+    tol: float | None = None,
+) -> tuple[Any, Any, Tensor, int]:
+    """The last y and z, the squared norms of the last change of z and of z, and the number of steps. `steps` has the
+    coefficients of every half-step, and `around` is called with each half-step and its states, to run it."""
     initial, spec = tree_flatten(z0)
 
     def read(state: State) -> State:
@@ -41,12 +42,36 @@ def unrolled(
 
     z = before = [x.double() for x in initial]
     y = z if y0 is None else [x.double() for x in spec.flatten_up_to(y0)]
-    for k in range(0, len(steps), 2):
+    k = 0
+    while k < len(steps):
         before = z
         y = around(functools.partial(half_step, k), y, z)
         z = around(functools.partial(half_step, k + 1), z, y)
-    last = (tree_unflatten(read(state), spec) for state in (y, z, before))
-    return tuple(last)
+        k += 2
+        if tol is not None and relative_change(_norms(z, before)) <= tol:
+            break
+    return tree_unflatten(read(y), spec), tree_unflatten(read(z), spec), _norms(z, before), k // 2
+
+
+def inner(xs: State, ys: State) -> Tensor:
+    """The inner product of two states, in float64."""
+    return functools.reduce(torch.add, [(x.double() * y.double()).sum() for x, y in zip(xs, ys, strict=True)])
+
+
+def _norms(z: State, before: State) -> Tensor:
+    state = [x.detach() for x in z]
+    changes = [new - old.detach() for new, old in zip(state, before, strict=True)]
+    return torch.stack([inner(changes, changes), inner(state, state)])
+
+
+# Tracers
+
+
+def is_exporting() -> bool:
+    """Whether torch.export is tracing. torch.compiler.is_exporting, the fallback, is always True where torch.compile
+    traces it, before torch 2.13."""
+    compiler: Any = torch.compiler
+    return compiler._is_exporting_flag if hasattr(compiler, "_is_exporting_flag") else compiler.is_exporting()
 
 
 def is_traced() -> bool:
@@ -67,3 +92,14 @@ def has_fakes(state: Any) -> bool:
     """Whether it contains a fake tensor of a tracer."""
     leaves = [state] if isinstance(state, Tensor) else tree_leaves(state)
     return any(hasattr(x, "fake_mode") for x in leaves)
+
+
+def undrawn(f: Callable[..., Any]) -> Callable[..., Any]:
+    """f for a tracer, which would record other random numbers for every evaluation: raises if f drops out."""
+    for module in f.modules() if isinstance(f, nn.Module) else ():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+            raise RuntimeError(
+                "f has dropout in training mode, and a traced or exported solve would draw another mask in every "
+                "evaluation: call .eval() on the model first"
+            )
+    return f

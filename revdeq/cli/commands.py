@@ -320,7 +320,7 @@ def _guarded(run: Run) -> Run:
         if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
             print(f"This needs {', '.join(missing)}: {installing(missing)}", file=sys.stderr)
             return 1
-        from .._solver.monitor import ReconstructionError
+        from .._solver.check import ReconstructionError
         from ..training.checkpoint import CheckpointError
         from ..training.data import DataError
         from ..training.presets import SettingError

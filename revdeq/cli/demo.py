@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._device import peak_memory
-from .._solver.monitor import ReconstructionWarning
+from .._solver.check import ReconstructionWarning
 from .._solver.solve import solve
 from ..baselines import checkpointed, stored_graph
 from ..models import ConvBlock

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._solver.context import Draw, OnceMore
-from .._solver.forward import forward
+from .._solver.repeatable import Random
 from .._solver.layer import Last, RevDEQ
-from .._solver.monitor import Adjoint
-from .._solver.norms import NORM_FLOOR
-from .._solver.options import NAMES, Options, options_from
+from .._solver.check import Statistics
+from .._solver.iteration import NORM_FLOOR
+from .._solver.options import NAMES, Options
 from .._solver.solve import solve
 from ..baselines import checkpointed, stored_graph
 from .blocks import checked_size
@@ -77,7 +76,7 @@ class Equilibrium(RevDEQ):
             with torch.autocast(x.device.type, enabled=False):  # a Gram matrix in bfloat16 would be singular
                 (z,), info = deq(f, z0)
             residual = info["rel_lowest"].mean()
-        self.last = Last(f.calls // 2, f.calls, Adjoint(), known=residual)
+        self.last = Last(f.calls // 2, f.calls, Statistics(), known=residual)
         f.inputs.clear()
         return z
 
@@ -110,7 +109,7 @@ class Equilibrium(RevDEQ):
         def f(z: Tensor, evaluation: int) -> Tensor:
             return self._evaluated(z.view_as(x), x, evaluation).flatten(0, 1)
 
-        options = {**self._used(None), "tol": tol, "per_example": True, "compact": False, "indexed": True, "aux": False}
+        options = {**self._used(None), "tol": tol, "per_example": True, "indexed": True, "aux": False}
         found = solve(f, torch.zeros_like(x, requires_grad=False).flatten(0, 1), **options)
         self.last = Last(found.steps.view(x.shape[:2]), found.nfe, found.adjoint, found.norms.view(2, *x.shape[:2]))
         return found.z.view_as(x)
@@ -120,19 +119,22 @@ class Equilibrium(RevDEQ):
         gradient."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()
-        options = self._used(None)
+        options = {**self._used(None), "indexed": True, "aux": False, "check": None}
         if tol is None:
-            return forward(
-                lambda z, k: self._evaluated(z, x, k, cache=caches.at(k)), torch.zeros_like(x), options_from(options)
-            ).z
 
-        def f(z: Tensor, k: int) -> Tensor:
-            cache = caches.at(k)
-            given = caches.with_late(k, z.view_as(x), x)
-            return self._evaluated(*given, k, cache=cache)[:, -x.shape[1] :].flatten(0, 1)
+            def f(z: Tensor, evaluation: int) -> Tensor:
+                return self._evaluated(z, x, evaluation, cache=caches.at(evaluation))
+
+            return solve(f, torch.zeros_like(x), **options).z
+
+        def by_position(z: Tensor, evaluation: int) -> Tensor:
+            cache = caches.at(evaluation)
+            given = caches.with_late(evaluation, z.view_as(x), x)
+            return self._evaluated(*given, evaluation, cache=cache)[:, -x.shape[1] :].flatten(0, 1)
 
         options |= {"tol": tol, "per_example": True}
-        y, z = (s.view_as(x) for s in forward(f, torch.zeros_like(x).flatten(0, 1), options_from(options)))
+        found = solve(by_position, torch.zeros_like(x).flatten(0, 1), **options)
+        y, z = found.y.view_as(x), found.z.view_as(x)
         caches.rest(x, z, y)
         return z
 
@@ -159,7 +161,7 @@ class _Repeated:
         self.f, self.x, self.calls = f, x, 0
         self.inputs: list[Tensor] = []
         kind = x.device.type
-        self._draw = Draw(x.device)
+        self._random = Random(x.device)
         self._autocast: Callable[[], Any] = contextlib.nullcontext
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
@@ -168,9 +170,8 @@ class _Repeated:
     def __call__(self, z: Tensor) -> Tensor:
         self.calls += 1
         self.inputs = [*self.inputs[-1:], z.detach()]
-        while True:
-            with contextlib.suppress(OnceMore), self._autocast():
-                return self._draw(self.f, z, self.x).to(z.dtype)
+        with self._autocast():
+            return self._random(self.f, z, self.x).to(z.dtype)
 
 
 def _anderson(evaluations: int, tol: float | None) -> nn.Module:
@@ -232,4 +233,4 @@ def last_of(model: nn.Module) -> Last | None:
     if not lasts:
         return None
     changes = [x.change.amax() for x in lasts if x.nfe > 2] or [x.change.amax() for x in lasts]
-    return Last(sum(x.steps for x in lasts), sum(x.nfe for x in lasts), Adjoint(), known=torch.stack(changes).amax())
+    return Last(sum(x.steps for x in lasts), sum(x.nfe for x in lasts), Statistics(), known=torch.stack(changes).amax())

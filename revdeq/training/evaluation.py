@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._solver.solve import renamed
 from ..models.equilibrium import last_of
 from .data import DataError, DataSet
 from .presets import Training
@@ -39,11 +38,6 @@ class Score(NamedTuple):
     targets: int
     evaluations: float | None
     change: float | None
-
-    @property
-    def residual(self) -> float | None:
-        """The old name of `change`."""
-        return renamed(self.change, "score.residual", "score.change")
 
 
 @torch.no_grad()
