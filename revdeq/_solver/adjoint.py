@@ -97,25 +97,24 @@ class BackwardPass:
         return self._outputs
 
     def _invert(self, k: int, outputs: State) -> None:
-        for half_step, out in zip(self._half_steps[k % 2], outputs, strict=True):
-            half_step.invert(out, self._precision.at(k))
+        for half_step, out, read in zip(self._half_steps[k % 2], outputs, self._read, strict=True):
+            half_step.invert(out, read, read)
 
     def _undo(self, k: int, grads: Sequence[Tensor | None]) -> State:
         """Invert half-step k, and update the other state's adjoint with the product of f in the same pass over memory.
         Returns the next seeds."""
         assert self._outputs is not None and self._adjoints is not None
         other, mine = self._adjoints[k % 2], self._adjoints[1 - k % 2]
-        step, adjoint_step = self._precision.at(k), self._precision.adjoint_at(k - 1)
         products = dense(grads, self._read)
         seeds = [torch.empty_like(a, dtype=out.dtype) for a, out in zip(mine, self._outputs, strict=True)]
         compares = k == 1 and self._iteration.check is not None
         for i, half_step in enumerate(self._half_steps[k % 2]):
-            adjoints = mine[i], products[i], other[i], step, adjoint_step, seeds[i]
+            adjoints, read = (mine[i], products[i], other[i], seeds[i]), self._read[i]
             if compares:
-                known = self._outputs[i], self._iteration.z0[i], self._floors[i]
+                known = self._outputs[i], read, self._iteration.z0[i], self._floors[i]
                 self._errors.append(half_step.invert_compare(*known, *adjoints))
             else:
-                half_step.invert_adjoint(self._outputs[i], *adjoints)
+                half_step.invert_adjoint(self._outputs[i], read, read, *adjoints)
         self._went_back()
         return seeds
 
@@ -125,18 +124,17 @@ class BackwardPass:
         self._saved.clear()
         self._outputs = None
         if self._at == 1:  # the initial state is known: use it, not its reconstruction
-            self._read = self._iteration.z0
-            for half_step, x in zip(self._half_steps[0], self._read, strict=True):
-                half_step.write_to(half_step.in_order(x))  # only read from here on
+            self._read = self._iteration.z0  # only read from here on
 
     def _compare_start(self, k: int) -> None:
         """Where the graph begins, check the reconstruction of y0; that of z0 was checked before."""
-        iteration, step = self._iteration, self._precision.at(k)
+        iteration = self._iteration
         if iteration.check is None or not self._errors:
             return
         assert self._outputs is not None
-        for half_step, out, x, floor in zip(self._half_steps[0], self._outputs, iteration.y0, self._floors, strict=True):
-            self._errors.append(half_step.invert_compare(out, x, floor, None, None, None, step, step))
+        known = zip(self._half_steps[0], self._outputs, self._read, iteration.y0, self._floors, strict=True)
+        for half_step, out, read, x, floor in known:
+            self._errors.append(half_step.invert_compare(out, read, x, floor))
         iteration.check.judge(self._errors, iteration.norms)
 
 

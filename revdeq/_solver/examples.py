@@ -14,18 +14,18 @@ from torch import Tensor
 from .adjoint import BackwardPass
 from .evaluation import Evaluation
 from .iteration import Iteration, relative_change
-from .precision import Float64
 from .state import State
 
 
 @contextlib.contextmanager
-def resting(precision: Float64, half_steps: Sequence[Any], rows: Tensor) -> Iterator[None]:
-    """Whatever moves the states in this context, these rows are put back."""
+def resting(half_steps: Sequence[Any], rows: Tensor, copies: Sequence[Tensor]) -> Iterator[None]:
+    """Whatever moves the states in this context, these rows are put back, and decoded into the copies."""
     states = [h.state[rows] for h in half_steps]
     yield
     for h, rest in zip(half_steps, states, strict=True):
         h.state[rows] = rest
-        h.copy[rows] = precision.decoded(rest, h.copy.dtype)
+    for h, copy in zip(half_steps, copies, strict=True):
+        copy[rows] = h.decoded(copy.dtype, rows)
 
 
 class BackwardByExample(BackwardPass):
@@ -42,14 +42,14 @@ class BackwardByExample(BackwardPass):
         return seeds
 
     def _invert(self, k: int, outputs: State) -> None:
-        with resting(self._precision, self._half_steps[k % 2], self._iteration.stopped_before(k)):
+        with resting(self._half_steps[k % 2], self._iteration.stopped_before(k), self._read):
             super()._invert(k, outputs)
 
     def _undo(self, k: int, grads: Sequence[Tensor | None]) -> State:
         assert self._adjoints is not None
         rows, mine = self._iteration.stopped_before(k), self._adjoints[1 - k % 2]
         waiting = [x[rows] for x in mine]
-        with resting(self._precision, self._half_steps[k % 2] if k > 1 else [], rows):
+        with resting(*(self._half_steps[k % 2], rows, self._read) if k > 1 else ([], rows, [])):
             seeds = super()._undo(k, grads)
         factor = self._precision.at(k - 1).b * self._waiting(k - 1)
         for x, seed, before, g in zip(mine, seeds, waiting, grads, strict=True):
@@ -81,11 +81,12 @@ class ByExample(Iteration):
 
     def advance(self, k: int, read: Sequence[Tensor], outputs: Sequence[Tensor], norms: bool) -> State:
         half_steps, rows = self.half_steps[k % 2], self.stopped_before(k)
-        before = [self.precision.decoded(h.state, torch.float32) for h in half_steps] if norms else []
-        with resting(self.precision, half_steps, rows):
-            copies = super().advance(k, read, outputs, norms=False)
+        before = [h.decoded(torch.float32) for h in half_steps] if norms else []
+        copies: State = []
+        with resting(half_steps, rows, copies):
+            copies += super().advance(k, read, outputs, norms=False)
         if norms:
-            after = [self.precision.decoded(h.state, torch.float32) for h in half_steps]
+            after = [h.decoded(torch.float32) for h in half_steps]
             moved = [x - old for x, old in zip(after, before, strict=True)]
             self.norms = torch.stack([_squared_norms(moved), _squared_norms(after)])
         return copies

@@ -23,7 +23,7 @@ from .adjoint import BackwardPass
 from .check import Check, Statistics
 from .evaluation import Evaluation
 from .options import Options
-from .precision import Float64, duplicate
+from .precision import Float64
 from .state import State, has_memory
 
 NORM_FLOOR = 1e-5
@@ -64,11 +64,8 @@ class Iteration:
         self.steps, self.is_running = 0, True
         self.statistics = Statistics()
         states = list(map(precision.encoded, self.z0))
-        others = [x.clone() for x in states] if y0 is z0 else list(map(precision.encoded, self.y0))
-        self.half_steps: tuple[list[Any], ...] = tuple(
-            [precision.bound(x, like, which) for x, like in zip(start, self.z0, strict=True)]
-            for which, start in enumerate((others, states))
-        )
+        others = [x.duplicate() for x in states] if y0 is z0 else list(map(precision.encoded, self.y0))
+        self.half_steps: tuple[list[Any], ...] = (others, states)
         self._constants = [(x, x._version) for x in (*z0, *y0) if not x.is_inference()]  # until the backward pass
         self._pass: BackwardPass | None = None
 
@@ -91,7 +88,7 @@ class Iteration:
                 if has_arrived:
                     break
             if tol is None:
-                self.precision.check([*self.half_steps[0], *self.half_steps[1]], first=0)
+                self.precision.check([*self.half_steps[0], *self.half_steps[1]])
                 if _device.can_look(self.norms) and not self.norms.isfinite().all():
                     raise self._not_finite()
         finally:
@@ -120,17 +117,16 @@ class Iteration:
     def advance(self, k: int, read: Sequence[Tensor], outputs: Sequence[Tensor], norms: bool) -> State:
         """The numbers of half-step k. Returns the state in the dtypes that f reads, in new memory, because f may keep
         what it is given."""
-        half_steps, step, partial = self.half_steps[k % 2], self.precision.at(k), []
-        for half_step, out, x in zip(half_steps, outputs, read, strict=True):
-            self.precision.advance(half_step, k % 2)
-            half_step.write_to(torch.empty_like(half_step.copy))
+        half_steps, partial = self.half_steps[k % 2], []
+        copies = [torch.empty_like(h.state, dtype=x.dtype) for h, x in zip(half_steps, self.z0, strict=True)]
+        for half_step, out, x, copy in zip(half_steps, outputs, read, copies, strict=True):
             if norms:
-                partial.append(half_step.relax_norms(out, x, step).sum((1, 2)))
+                partial.append(half_step.relax_norms(out, x, copy).sum((1, 2)))
             else:
-                half_step.relax(out, x, step)
+                half_step.relax(out, x, copy)
         if norms:
             self.norms = partial[0] if len(partial) == 1 else torch.stack(partial).sum(0)
-        return [h.copy for h in half_steps]
+        return copies
 
     def _with_aux(self, before: Any) -> Any:
         """Earlier auxiliary outputs and that of the last evaluation."""
@@ -147,7 +143,7 @@ class Iteration:
     def _arrived_norms(self) -> Tensor:
         """The norms after a step, on the host: the only wait for the device."""
         norms = self.norms.cpu()
-        self.precision.check([*self.half_steps[0], *self.half_steps[1]], first=self.steps - 1)
+        self.precision.check([*self.half_steps[0], *self.half_steps[1]])
         if not norms.isfinite().all():
             raise self._not_finite()
         return norms
@@ -174,13 +170,11 @@ class Iteration:
         self._refuse(grads)
         is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
         both = self.half_steps
-        read = [self.precision.decoded(h.state, h.copy.dtype).requires_grad_() for h in both[0]]  # as most are for f
+        read = [h.decoded(x.dtype).requires_grad_() for h, x in zip(both[0], self.z0, strict=True)]  # as most are for f
         if is_kept or self.is_running:
-            both = tuple([duplicate(h, x) for h, x in zip(hs, read, strict=True)] for hs in both)
+            both = tuple([h.duplicate() for h in hs] for hs in both)
         else:
             self.half_steps = ([], [])
-            for h, x in zip((*both[0], *both[1]), (*read, *read), strict=True):
-                h.write_to(x)
         self._pass = self.Backward(self, number, both, read)
         return self._pass
 
@@ -222,10 +216,7 @@ class HalfStep(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.iteration, ctx.evaluation, ctx.rest = iteration, evaluation, len(tensors) - 2 * size
         ctx.set_materialize_grads(False)
-        states = iteration.advance(evaluation.k, tensors[:size], tensors[size : 2 * size], norms)
-        for half_step, x in zip(iteration.half_steps[evaluation.k % 2], iteration.z0, strict=True):
-            half_step.copy = x  # of the same layout, and not the state, because that will refer to the graph
-        return tuple(states)
+        return tuple(iteration.advance(evaluation.k, tensors[:size], tensors[size : 2 * size], norms))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

@@ -22,10 +22,6 @@ from .options import Exact, Options
 SAFE_BITS = 32
 """The number of its 53 bits that a float64 state may lose: every run that lost fewer was exact."""
 
-CHUNK = 32
-"""The exact state is told of so many half-steps in advance."""
-
-
 @dataclass(frozen=True)
 class Float64:
     """The paper's mixed precision.
@@ -42,32 +38,12 @@ class Float64:
         """The coefficients of half-step k."""
         return self.schedule[k] if k < len(self.schedule) else self.step
 
-    def adjoint_at(self, k: int) -> Any:
-        """The coefficients of the adjoint of x_k, the result of half-step k, which is stored multiplied by b_k:
+    def encoded(self, x: Tensor) -> Any:
+        """The half-steps of a new state with the numbers of x."""
+        return self.half_step.encoded(x, self.step)
 
-        adjoint_k = a adjoint_{k+2} + b vjp_{k+1} + c adjoint_{k+1}"""
-        if k >= len(self.schedule):
-            return self.step
-        now, after, last = self.at(k), self.at(k + 1), self.at(k + 2)
-        return Coefficients(last.a * now.b / last.b, now.b, after.c * now.b / after.b)
-
-    def encoded(self, x: Tensor) -> Tensor:
-        """The state of an initial value."""
-        return x.to(torch.float64, copy=True)
-
-    def bound(self, state: Tensor, like: Tensor, which: int) -> Any:
-        """The half-steps of y (0) or z (1) for a state, with copies like this tensor, in memory of their own."""
-        return self.half_step(state, like)
-
-    def decoded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
-        """The numbers of a state, in new memory."""
-        return torch.empty_like(state, dtype=dtype).copy_(state)
-
-    def advance(self, half_step: Any, which: int) -> None:
-        """Prepare the next half-step."""
-
-    def check(self, half_steps: Sequence[Any], first: int) -> None:
-        """Raise if a state overflowed in a step from `first` on."""
+    def check(self, half_steps: Sequence[Any]) -> None:
+        """Raise if a state has overflowed."""
 
 
 @dataclass(frozen=True)
@@ -76,27 +52,13 @@ class Integers(Float64):
 
     name = "exact"
 
-    def encoded(self, x: Tensor) -> Tensor:
-        state, alarm = self.half_step.encoded(x, torch.empty_like(x), self.step)
-        report(alarm, functools.partial(self._judge, what="z0"))
-        return state
+    def encoded(self, x: Tensor) -> Any:
+        half_step = self.half_step.encoded(x, self.step)
+        report(half_step.alarm, functools.partial(self._judge, what="z0"))
+        return half_step
 
-    def bound(self, state: Tensor, like: Tensor, which: int) -> Any:
-        return self.half_step(state, like, self._announced(0, which))
-
-    def decoded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.half_step.decoded(state, dtype, self.step)
-
-    def advance(self, half_step: Any, which: int) -> None:
-        done = half_step.done
-        if done == len(half_step.plan.steps):
-            half_step.announce(self._announced(done, which))
-
-    def _announced(self, done: int, which: int) -> list[Radix]:
-        return [self.at(2 * n + which) for n in range(done, done + CHUNK)]
-
-    def check(self, half_steps: Sequence[Any], first: int) -> None:
-        worst = functools.reduce(torch.maximum, [h.alarm[first : h.done].amax() for h in half_steps])
+    def check(self, half_steps: Sequence[Any]) -> None:
+        worst = functools.reduce(torch.maximum, [h.alarm for h in half_steps]).amax()
         report(worst, functools.partial(self._judge, what="f"))
 
     def _judge(self, bits: Tensor, what: str) -> None:
@@ -110,13 +72,6 @@ class Integers(Float64):
             f"{2.0 ** (31 - self.step.fraction_bits):g} with {self.step.fraction_bits} fraction bits: use fewer "
             "(state=revdeq.Exact(fraction_bits=...)), normalize it, or find a beta that converges with revdeq.tune"
         )
-
-
-def duplicate(half_step: Any, copy: Tensor) -> Any:
-    """Another half-step with the same state, so that both can be stepped."""
-    other = half_step.of(half_step.state.clone(), copy)
-    other.spilled = list(half_step.spilled)  # which inverses only read
-    return other
 
 
 def precision_for(options: Options, initial: Sequence[Tensor]) -> Float64:
