@@ -47,7 +47,7 @@ dist: .venv/installed
 
 # --no-compile saves half a minute: Python compiles the modules that it imports.
 # torch for AMD or Intel GPUs has its own Triton, under another name, which one in .venv would hide.
-.venv/installed: setup.py .ci/build_backend.py pyproject.toml .ci/constraints.txt kernels/common.h kernels/cpu.c kernels/cpu_exact.c
+.venv/installed: setup.py .ci/build_backend.py pyproject.toml .ci/constraints.txt kernels/cpu/common.h kernels/cpu/float64.c kernels/cpu/exact.c
 	@echo "Setting up .venv (torch is large: this takes a minute or two) ..."
 	$(PYTHON) -m venv $(VENV_FLAGS) .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS) -e '.[demo,train,hub,tensorboard,test,torchdeq,lint]'

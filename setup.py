@@ -12,8 +12,8 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError
 
 ROOT = Path(__file__).parent
-SOURCES = ["kernels/cpu.c", "kernels/cpu_exact.c"]
-PACKAGES = ("_solver", "cli", "examples", "models", "training", "training.data")
+SOURCES = ["kernels/cpu/float64.c", "kernels/cpu/exact.c"]
+PACKAGES = ("_solver", "cli", "examples", "models", "training", "training.data", "kernels", "kernels.cpu", "kernels.gpu")
 
 
 def remove_libraries(folder):
@@ -94,12 +94,12 @@ setup(
         "tensorboard": ["tensorboard"],
         "lint": ["check-jsonschema", "mypy", "ruff", "zizmor"],
     },
-    packages=["revdeq", "revdeq.kernels", *(f"revdeq.{name}" for name in PACKAGES)],
+    packages=["revdeq", *(f"revdeq.{name}" for name in PACKAGES)],
     package_dir={"revdeq": "revdeq", "revdeq.kernels": "kernels"},
-    package_data={"revdeq": ["py.typed"], "revdeq.examples": ["*.ipynb"], "revdeq.kernels": ["*.c", "*.h"]},
+    package_data={"revdeq": ["py.typed"], "revdeq.examples": ["*.ipynb"], "revdeq.kernels.cpu": ["*.c", "*.h"]},
     # The library does not use Python's API, so one wheel serves all versions of Python.
     ext_modules=[
-        Extension("revdeq.kernels._cpu", SOURCES, depends=["kernels/common.h"], optional=True, py_limited_api=True)
+        Extension("revdeq.kernels._cpu", SOURCES, depends=["kernels/cpu/common.h"], optional=True, py_limited_api=True)
     ],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
     cmdclass={"build_ext": BuildKernel},

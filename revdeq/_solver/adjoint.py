@@ -128,7 +128,9 @@ class BackwardPass:
         assert self._outputs is not None and self._adjoints is not None
         mine, other = self._adjoints[1 - k % 2], self._adjoints[k % 2]
         seeds = [torch.empty_like(a, dtype=out.dtype) for a, out in zip(mine, self._outputs, strict=True)]
-        for i, (half_step, product) in enumerate(zip(self._half_steps[k % 2], dense(products, self._read), strict=True)):
+        for i, (half_step, product) in enumerate(
+            zip(self._half_steps[k % 2], dense(products, self._read), strict=True)
+        ):
             out, x, adjoints = self._outputs[i], self._read[i], (mine[i], product, other[i], seeds[i])
             if k == 1 and self._check is not None:
                 self._maxima.append(half_step.invert_compare(out, x, self._z0[i], self._floors[i], *adjoints))

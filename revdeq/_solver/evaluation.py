@@ -121,4 +121,6 @@ class _Saved(list[Tensor]):
 
 
 def _modified(how: str) -> RuntimeError:
-    return RuntimeError(f"one of the variables needed for gradient computation has been modified by an inplace operation {how}")
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation {how}"
+    )

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_structure
 from .iteration import Iteration, refuse_batched, relative_change
 from .precision import precision_for
 from .repeatable import Repeatable
-from .repeatable import Repeatable
 from .state import State, dense
 
 

@@ -80,7 +80,7 @@ class Iteration:
                     self.converged = self._is_close(tol)
                 yield *self._results(y, z), aux
             if tol is None:
-                self.precision.check(self.half_steps, first=0)
+                self.precision.check(self.half_steps, self.steps)
                 if self.norms.device.type == "cpu" and not self.norms.isfinite().all():
                     raise self._not_finite()
         finally:
@@ -136,7 +136,8 @@ class Iteration:
         A mask is drawn in the order of the memory, so that an f that draws must always see the layout of z0."""
         like = self.z0 if self.f.draws else outputs
         self.half_steps = tuple(
-            [self.precision.half_step(x, out) for x, out in zip(start, like, strict=True)] for start in (self.y0, self.z0)
+            [self.precision.half_step(x, out) for x, out in zip(start, like, strict=True)]
+            for start in (self.y0, self.z0)
         )
 
     def _results(self, y: State, z: State) -> tuple[State, State]:
@@ -163,7 +164,7 @@ class Iteration:
     def _arrived_norms(self) -> Tensor:
         """The norms after a step, on the host: the only wait for the device."""
         norms = self.norms.cpu()
-        self.precision.check(self.half_steps, first=self.steps - 1)
+        self.precision.check(self.half_steps, self.steps)
         if not norms.isfinite().all():
             raise self._not_finite()
         return norms

@@ -85,7 +85,9 @@ class RevDEQ(nn.Module):
         for name in NAMES:
             setattr(self, name, getattr(checked, name))
 
-    def forward(self, x: Any, *args: Any, z0: Any = None, y0: Any = None, max_steps: int | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self, x: Any, *args: Any, z0: Any = None, y0: Any = None, max_steps: int | None = None, **kwargs: Any
+    ) -> Any:
         """The fixed point of f(., x, *args, **kwargs).
 
         Args:
@@ -165,7 +167,9 @@ class RevDEQ(nn.Module):
             return
         beta, gamma, kind = state
         if isinstance(kind, (tuple, list)):
-            raise ValueError("the layer was saved with a schedule of coefficients, which revdeq 0.4 has not: tune it again")
+            raise ValueError(
+                "the layer was saved with a schedule of coefficients, which revdeq 0.4 has not: tune it again"
+            )
         self.use(beta, gamma, Exact(kind) if isinstance(kind, int) else kind or self.state)
 
     def extra_repr(self) -> str:
@@ -197,5 +201,7 @@ def _start(x: Any, z0: Any) -> Any:
 
 def _zeros_like(x: Any) -> Tensor:
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"x is of type {getattr(x, 'dtype', type(x))}: if it is no float tensor, pass z0, the initial state")
+        raise TypeError(
+            f"x is of type {getattr(x, 'dtype', type(x))}: if it is no float tensor, pass z0, the initial state"
+        )
     return torch.zeros_like(x, requires_grad=False)

@@ -31,7 +31,9 @@ class Exact:
 
     def __post_init__(self) -> None:
         if type(self.fraction_bits) is not int or not 1 <= self.fraction_bits <= 40:
-            raise ValueError(f"fraction_bits = {self.fraction_bits!r} must be an integer from 1 to 40; the default is 24")
+            raise ValueError(
+                f"fraction_bits = {self.fraction_bits!r} must be an integer from 1 to 40; the default is 24"
+            )
 
 
 class Keywords(TypedDict, total=False):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .adjoint import BackwardPass, Gradients
-from .evaluation import Evaluation
 from .iteration import Iteration, relative_change
 from .state import State
 
@@ -30,7 +29,7 @@ def show(half_steps: Sequence[Any], copies: Sequence[Tensor], rows: Tensor) -> N
     """Copy these rows of the states to what f reads."""
     if len(rows):
         for h, copy in zip(half_steps, copies, strict=True):
-            copy[rows] = h.decoded(copy.dtype)[rows]
+            copy[rows] = h.decoded(copy.dtype, rows)
 
 
 class BackwardByExample(BackwardPass):
@@ -117,4 +116,6 @@ class ByExample(Iteration):
 
 def _squared_norms(state: State) -> Tensor:
     """Of each example, in float64."""
-    return torch.stack([x.flatten(1).double().square().sum(1) if x.dim() > 1 else x.double().square() for x in state]).sum(0)
+    return torch.stack(
+        [x.flatten(1).double().square().sum(1) if x.dim() > 1 else x.double().square() for x in state]
+    ).sum(0)

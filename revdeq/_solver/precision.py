@@ -29,10 +29,10 @@ class Float64:
 
     def half_step(self, x: Tensor, like: Tensor) -> Any:
         """The half-steps of a state with this initial value, in the memory layout of `like`."""
-        return self.kind(torch.empty_like(like, dtype=torch.float64).copy_(x), self.step)
+        return self.kind.encoded(in_layout(x, like), self.step)
 
-    def check(self, half_steps: Sequence[list[Any]], first: int) -> None:
-        """Raise if a state overflowed in a step from `first` on."""
+    def check(self, half_steps: Sequence[list[Any]], steps: int) -> None:
+        """Raise if a state has overflowed in these steps."""
 
 
 @dataclass(frozen=True)
@@ -42,30 +42,35 @@ class Integers(Float64):
     name = "exact"
 
     def half_step(self, x: Tensor, like: Tensor) -> Any:
-        half_step, alarm = self.kind.encoded(x, like, self.step)
-        report(alarm, functools.partial(self._judge, what="z0", first=-1))
+        half_step = super().half_step(x, like)
+        report(half_step.alarm, functools.partial(self._judge, what="z0"))
+        half_step.alarm = torch.zeros_like(half_step.alarm)
         return half_step
 
-    def check(self, half_steps: Sequence[list[Any]], first: int) -> None:
-        """Raise if a state overflowed in a step from `first` on."""
-        alarms = [h.alarms(first) for each in half_steps for h in each]
-        report(functools.reduce(torch.maximum, alarms), functools.partial(self._judge, what="f", first=first))
+    def check(self, half_steps: Sequence[list[Any]], steps: int) -> None:
+        worst = functools.reduce(torch.maximum, [h.alarm for each in half_steps for h in each])
+        report(worst, functools.partial(self._judge, what=f"f, or the state, within {steps} steps,"))
 
-    def _judge(self, alarms: Tensor, what: str, first: int) -> None:
-        """The alarms are the bits of the largest magnitudes that did not fit in each step, or 0."""
-        steps = [(step, bits) for step, bits in enumerate(alarms.flatten().tolist(), first + 1) if bits]
-        if not steps:
+    def _judge(self, alarm: Tensor, what: str) -> None:
+        """The alarm has the bits of the largest magnitudes that did not fit, or zeros."""
+        if not (bits := int(alarm.max())):
             return
-        (size,) = struct.unpack("<f", struct.pack("<i", steps[0][1]))
-        when = f"in step {steps[0][0]} " if what == "f" else ""
+        (size,) = struct.unpack("<f", struct.pack("<i", bits))
         if not math.isfinite(size):
-            raise FloatingPointError(f"{what} is not finite {when}in float32: start from finite numbers, or use a smaller beta")
+            raise FloatingPointError(
+                f"{what} is not finite in float32: start from finite numbers, or use a smaller beta"
+            )
         raise OverflowError(
-            f"{what} reached {size:.3g} {when}and overflowed the exact state, whose magnitudes must stay below "
+            f"{what} reached {size:.3g} and overflowed the exact state, whose magnitudes must stay below "
             f"{2.0 ** (31 - self.step.fraction_bits):g} with {self.step.fraction_bits} fraction bits: use fewer "
             '(state=revdeq.Exact(fraction_bits=...)), state="float64", normalize it, or find a beta that converges with '
             "revdeq.tune"
         )
+
+
+def in_layout(x: Tensor, like: Tensor) -> Tensor:
+    """x in the memory layout of another tensor."""
+    return x if x.stride() == like.stride() else torch.empty_like(like, dtype=x.dtype).copy_(x)
 
 
 def precision_for(options: Options, device: torch.device) -> Float64:

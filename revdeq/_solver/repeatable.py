@@ -162,14 +162,20 @@ class Repeatable:
             for (_, write), now, then in zip(ATTENTION, self._contexts()[1], attention, strict=True):
                 stack.callback(write, now)
                 write(then)
-            stack.callback(torch.clear_autocast_cache)  # inside an outer autocast, it would keep every evaluation's casts
+            stack.callback(
+                torch.clear_autocast_cache
+            )  # inside an outer autocast, it would keep every evaluation's casts
             stack.enter_context(torch.enable_grad())
             yield
 
     def _replaced(self) -> list[tuple[dict[str, Any], str, Any]]:
         """The modules' tensors that are others now, as after `torch.func.functional_call`. FSDP exchanges its own."""
         replaced = [given for given in self._tensors if given[0].get(given[1]) is not given[2]]
-        return [(t, name, x) for t, name, x in replaced if not hasattr(x, "device_mesh") and not hasattr(t[name], "device_mesh")]
+        return [
+            (t, name, x)
+            for t, name, x in replaced
+            if not hasattr(x, "device_mesh") and not hasattr(t[name], "device_mesh")
+        ]
 
     def _contexts(self) -> tuple[list[Any], list[bool]]:
         caches = torch.is_autocast_cache_enabled()

@@ -213,7 +213,9 @@ def _solution(it: Iteration, y: State, z: State, aux: Any, spec: TreeSpec) -> So
 
 def _distance(y: State, z: State) -> Tensor:
     pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(y, z, strict=True)]
-    apart, size = (torch.stack([x.norm() for x in xs]).norm() for xs in ([a - b for a, b in pairs], [b for _, b in pairs]))
+    apart, size = (
+        torch.stack([x.norm() for x in xs]).norm() for xs in ([a - b for a, b in pairs], [b for _, b in pairs])
+    )
     return apart / (size + NORM_FLOOR)
 
 
@@ -233,7 +235,9 @@ def _unrolled(f: Any, z0: Any, args: Any, y0: Any, kwargs: Any, options: Options
     traced = not thread.evaluates
     for name in ("per_example", "aux", *(["tol"] if traced else [])):
         if getattr(options, name):
-            raise ValueError(f"{name} = {getattr(options, name)!r} does not work in a traced model or inside the f of a solve")
+            raise ValueError(
+                f"{name} = {getattr(options, name)!r} does not work in a traced model or inside the f of a solve"
+            )
     if options.gradient == "implicit":
         raise ValueError("gradient = 'implicit' does not work in a traced model or inside the f of a solve")
     if traced:

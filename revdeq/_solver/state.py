@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree_leaves, tree_unflatten
 
-from ..kernels import DTYPES
+from ..kernels.half_step import DTYPES
 
 State = list[Tensor]
 
@@ -45,7 +45,9 @@ def flattened_like(result: Any, state: Sequence[Tensor], spec: TreeSpec) -> Stat
         raise TypeError(f"f must return the structure of z0: {error}") from None
     for out, x in zip(outputs, state, strict=True):
         if not isinstance(out, Tensor):
-            raise TypeError(f"f's output is of type {type(out).__name__}: it must be a tensor of shape {tuple(x.shape)}")
+            raise TypeError(
+                f"f's output is of type {type(out).__name__}: it must be a tensor of shape {tuple(x.shape)}"
+            )
         if problem := _problem(out):
             raise TypeError(f"f's output is {problem}")
         if out.shape != x.shape:
