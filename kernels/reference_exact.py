@@ -101,7 +101,7 @@ class HalfStep(half_step.HalfStep):
     @classmethod
     def encoded(cls, x: Tensor, step: Radix) -> Self:
         self = cls(torch.empty_like(x, dtype=torch.int64), step)
-        self._encode(self._read("x", x))
+        self._encode(self.in_order(x))
         return self
 
     def decoded(self, dtype: torch.dtype, rows: Any = ...) -> Tensor:

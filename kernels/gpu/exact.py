@@ -276,13 +276,9 @@ class HalfStep(reference_exact.HalfStep):
         tensors, numbers = (self.state, f_z, z, copy, self._spill(), self.alarm), self._numbers(f_z, copy, False)
         unit = self.step.unit
         if partial is None:
-            launch_blocks(
-                _relax_kernel, self._warps, BLOCK, (*tensors, None), (None, None, *numbers), (unit, LANES)
-            )
+            launch_blocks(_relax_kernel, self._warps, BLOCK, (*tensors, None), (None, None, *numbers), (unit, LANES))
         else:
-            launch_chunks(
-                _relax_norms_kernel, self._warps, (*tensors, partial, None), (None, None, *numbers), (unit,)
-            )
+            launch_chunks(_relax_norms_kernel, self._warps, (*tensors, partial, None), (None, None, *numbers), (unit,))
 
     def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints) -> None:
         tensors = self.state, f_z, z, copy, *adjoints, self._take_back(), None
