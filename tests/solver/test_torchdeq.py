@@ -140,10 +140,8 @@ def test_the_fixed_point_and_the_implicit_gradient_are_torchdeqs():
     ("settings", "message"),
     [
         ({"f_max_iter": 0}, "f_max_iter = 0 must be at least 1"),
-        ({"eval_factor": 0.01}, "eval_f_max_iter = 0 must be at least 1"),
         ({"f_tol": -1}, "tol = -1 must be positive"),
         ({"beta": 1}, "beta = 1 must not be 1"),
-        ({"state": "train"}, "state = 'train' must be"),
     ],
 )
 def test_bad_settings(settings, message):
@@ -226,7 +224,6 @@ def test_a_language_model_learns():
         loss, info = model(data, target, writer=print)
         optimizer.zero_grad()
         loss.backward()
-        assert all(p.grad is not None for p in model.parameters())
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
