@@ -12,22 +12,14 @@ The backend follows the tensors (backends.py); `REVDEQ_BACKEND=triton|cpu|refere
 `with backend("triton"):` forces one.
 """
 
-if __name__ == "revdeq.kernels":
-    from .backends import backend, half_step_for
-    from .half_step import Coefficients
-    from .radix import Radix
+if __name__ != "revdeq.kernels":
+    raise ImportError(
+        f"the folder kernels/ of revdeq was imported as {__name__!r}: import revdeq.kernels, or start Python in another "
+        "folder if you meant Hugging Face's package kernels"
+    )
 
-    __all__ = ["Coefficients", "Radix", "backend", "half_step_for"]
-else:
-    # With the checkout as the current folder, this package hides Hugging Face's package `kernels`, which transformers
-    # imports. Load that one from further down the path, or an empty module.
-    import sys
-    from importlib.machinery import PathFinder
-    from importlib.util import module_from_spec
-    from pathlib import Path
+from .backends import backend, half_step_for
+from .half_step import Coefficients
+from .radix import Radix
 
-    root, __path__ = Path(__file__).resolve().parents[1], []
-    spec = PathFinder.find_spec(__name__, [folder for folder in sys.path if Path(folder).resolve() != root])
-    if spec is not None and spec.loader is not None:  # a namespace has no loader
-        sys.modules[__name__] = module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[__name__])
+__all__ = ["Coefficients", "Radix", "backend", "half_step_for"]
