@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from revdeq._device import devices, synchronize
-from revdeq._solver.deferred import settle
+from revdeq._solver.check import settle
 from revdeq.kernels import backends
 
 DEVICE = devices()[0]
