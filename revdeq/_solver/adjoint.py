@@ -46,7 +46,7 @@ class BackwardPass:
 
     def enter(self, k: int, grads: Gradients) -> None:
         """Take the gradient of a loss with respect to the result of half-step k."""
-        self._entering[k] = grads
+        grads = self._entering[k] = [None if g is None else dense(g, g) for g in grads]
         if self._check is not None and self._adjoints is None:
             self._statistics.last = [*self._statistics.last, *_norms(grads)]
 
@@ -71,6 +71,10 @@ class BackwardPass:
         if k == 0:
             self._compare_start()
         return seeds
+
+    def leave(self) -> None:
+        """Free the tensors of the evaluation that it is at."""
+        self._evaluation.clear()
 
     @property
     def has_gradient(self) -> bool:
@@ -99,7 +103,7 @@ class BackwardPass:
         assert self._adjoints is not None and self._outputs is not None
         for adjoint, g in zip(self._adjoints[k % 2], grads, strict=False):
             if g is not None:
-                adjoint.add_(g, alpha=self._step.b)
+                adjoint.add_(dense(g, g), alpha=self._step.b)
         # In their own memory: a hook or custom function in f may modify its gradient in place.
         return [x.to(out.dtype, copy=True) for x, out in zip(self._adjoints[k % 2], self._outputs, strict=True)]
 
@@ -167,7 +171,7 @@ PASSED = (
 
 
 def _norms(xs: Gradients) -> State:
-    return [torch.linalg.vector_norm(x if x.layout is torch.strided else x.to_dense()) for x in xs if x is not None]
+    return [torch.linalg.vector_norm(x) for x in xs if x is not None]
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_structure
 
-from .iteration import Iteration, refuse_batched, relative_change
+from .iteration import Iteration, graph_is_kept, relative_change
 from .precision import precision_for
 from .repeatable import Repeatable
 from .state import State, dense
@@ -44,7 +44,6 @@ class FixedPoint(torch.autograd.Function):
         iteration, given, size = ctx.iteration, ctx.given, len(ctx.given)
         if torch.is_grad_enabled():
             raise RuntimeError("revdeq.solve has no second derivative: call backward without create_graph=True")
-        refuse_batched(grads)
         # y and z are the same fixed point, so their gradients add up.
         wide = [torch.promote_types(x.dtype, torch.float32) for x in given]
         both = [dense(g, x) for g, x in zip(grads, [*given, *given], strict=True)]
@@ -75,4 +74,7 @@ class FixedPoint(torch.autograd.Function):
             iteration.statistics.steps, iteration.statistics.change = adjoint.steps, relative_change(adjoint.norms)
             if iteration.check is not None:
                 iteration.check.judge_adjoint(iteration.statistics.change, norm)
+        if not graph_is_kept():
+            iteration.half_steps = ()
+            iteration.end_pass()
         return None, None, None, *(x.to(dtype) for x, dtype in zip(u, ctx.dtypes, strict=True))

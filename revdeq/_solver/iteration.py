@@ -24,8 +24,8 @@ from .check import Check, Statistics
 from .evaluation import Evaluation
 from .options import Options
 from .precision import Float64
-from .repeatable import Repeatable
-from .state import State, has_memory
+from .repeatable import Repeatable, thread
+from .state import State
 
 NORM_FLOOR = 1e-5
 """Added to the norm of the state in the relative change, which is then defined at zero."""
@@ -62,7 +62,8 @@ class Iteration:
         given = (*self.z0, *self.y0, *(x for x in f.args if isinstance(x, Tensor)))
         self._constants = [(x, x._version) for x in given if not x.is_inference()]  # until the backward pass
         self._kept = collections.deque[Evaluation]()
-        self._passes: dict[int, BackwardPass] = {}
+        self._pass: BackwardPass | None = None
+        self._number = -1  # torch's id of the latest backward pass: they count up
 
     # Forward
 
@@ -86,6 +87,7 @@ class Iteration:
                     raise self._not_finite()
         finally:
             self.is_running = False
+            self._kept.clear()  # they refer to this object
 
     def _half_step(self, k: int, read: State, own: State, norms: bool) -> State:
         """Half-step k, of the state `own`, with f at the state `read`."""
@@ -187,23 +189,27 @@ class Iteration:
     def backward_pass(self) -> BackwardPass:
         """The running backward pass, or a new one from the last states."""
         number = torch._C._current_graph_task_id()
-        if (now := self._passes.get(number)) is None:
-            self._refuse()
+        if self._pass is None or number != self._number:
+            self._refuse(number)
+            if self._pass is not None:
+                self._pass.leave()  # it went to no input of the first evaluation
             half_steps = self.half_steps
-            if torch._C._autograd._get_current_graph_task_keep_graph() or self.is_running:
+            if graph_is_kept() or self.is_running:
                 half_steps = tuple([h.duplicate() for h in each] for each in half_steps)
             else:
                 self.half_steps = ()
-            now = self._passes[number] = self.Backward(self, half_steps)
-        return now
+            self._pass, self._number = self.Backward(self, half_steps), number
+        return self._pass
 
     def end_pass(self) -> None:
-        self._passes.pop(torch._C._current_graph_task_id(), None)
+        self._pass = None
         if not self.half_steps:
             del self.f  # free what it captures: there will be no other backward pass
 
-    def _refuse(self) -> None:
+    def _refuse(self, number: int) -> None:
         """Raise if there is no backward pass that is that of the forward pass."""
+        if number < self._number:
+            raise RuntimeError("a backward pass through a solve ran inside another one through the same solve (in a hook?)")
         if torch.is_inference_mode_enabled():
             raise RuntimeError("backward of a solve in inference mode, where f has no graph: leave torch.inference_mode()")
         if torch.is_grad_enabled():
@@ -211,6 +217,8 @@ class Iteration:
                 "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate an "
                 "unrolled iteration"
             )
+        if thread.evaluates and self.is_running:
+            raise RuntimeError("f differentiates through earlier evaluations of its solve: detach what it differentiates")
         if not self.half_steps:
             raise RuntimeError(
                 "Trying to backward through a solve a second time, but its states were used up: call the first "
@@ -225,9 +233,9 @@ class Iteration:
                 )
 
 
-def refuse_batched(grads: Sequence[Tensor | None]) -> None:
-    if not all(g is None or g.layout is not torch.strided or g._is_zerotensor() or has_memory(g) for g in grads):
-        raise RuntimeError("the gradients are batched (is_grads_batched, vmap): call autograd.grad once for each")
+def graph_is_kept() -> bool:
+    """Whether the running backward pass has retain_graph=True."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 class HalfStep(torch.autograd.Function):
@@ -271,9 +279,11 @@ class Result(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        refuse_batched(grads)
-        ctx.iteration.backward_pass().enter(ctx.k, grads)
-        return None, None, *[None] * len(grads)
+        iteration, k = ctx.iteration, ctx.k
+        iteration.backward_pass().enter(k, grads)
+        if k == 2 * iteration.steps - 1:
+            return None, None, *[None] * len(grads)
+        return None, None, *(None if g is None else torch.zeros_like(g) for g in grads)  # f may have hooks there
 
 
 half_step = super(torch.autograd.Function, HalfStep).apply

@@ -71,7 +71,7 @@ class Repeatable:
             self._kwargs["evaluation"] = k
         z = read[0] if self._is_tensor else structured(read, self._spec)
         versions = sum(map(_version, read)) if self._has_versions else 0
-        around, thread.evaluates = thread.evaluates, True
+        around, thread.evaluates = thread.evaluates, torch.is_grad_enabled()
         try:
             if self._is_new:
                 result = self._first(z)
@@ -88,8 +88,8 @@ class Repeatable:
                 "f modifies its input in place, which the solver needs afterwards: write z = z.add(x) instead of "
                 "z.add_(x)"
             )
-        if type(result) is Tensor and (result.dtype, result.shape, result.device, result.layout) == self._usual:
-            if not result._is_zerotensor():
+        if k and type(result) is Tensor and (result.dtype, result.shape, result.device, result.layout) == self._usual:
+            if not result._is_zerotensor():  # the usual case, fast
                 return [result]
         return flattened_like(result, read, self._spec)
 

@@ -48,6 +48,8 @@ def flattened_like(result: Any, state: Sequence[Tensor], spec: TreeSpec) -> Stat
             raise TypeError(
                 f"f's output is of type {type(out).__name__}: it must be a tensor of shape {tuple(x.shape)}"
             )
+        if out.device != x.device:
+            raise ValueError(f"f's output is on {out.device}: it must be on the device of z0, {x.device}")
         if problem := _problem(out):
             raise TypeError(f"f's output is {problem}")
         if out.shape != x.shape:
@@ -55,8 +57,6 @@ def flattened_like(result: Any, state: Sequence[Tensor], spec: TreeSpec) -> Stat
                 f"f's output has shape {tuple(out.shape)}: it must have the shape of z0, {tuple(x.shape)} (a layer's "
                 "default is that of x; to change it, pass deq(x, z0=...))"
             )
-        if out.device != x.device:
-            raise ValueError(f"f's output is on {out.device}: it must be on the device of z0, {x.device}")
     return outputs
 
 
@@ -79,10 +79,17 @@ def has_memory(x: Tensor) -> bool:
 
 
 def dense(g: Tensor | None, like: Tensor) -> Tensor:
-    """A gradient as a dense tensor: it is None if f does not depend on a part of the state, and some are sparse."""
+    """A gradient as kernels can read it: it is None if f does not depend on a part of the state, and some are sparse."""
     if g is None or g._is_zerotensor():
         return torch.zeros_like(like)
-    return g if g.layout is torch.strided else g.to_dense()
+    if g.layout is not torch.strided:
+        g = g.to_dense()
+    if not has_memory(g):
+        raise RuntimeError(
+            f"a gradient of a solve is a {type(g).__name__} without memory of its own, which wraps other tensors or is "
+            "batched (is_grads_batched, vmap): call autograd.grad once for each, with plain tensors"
+        )
+    return g
 
 
 def _problem(x: Tensor) -> str | None:
