@@ -6,19 +6,16 @@ nodes of the graph find them there. torch.utils.checkpoint does the same, but st
 here.
 """
 
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .repeatable import Repeatable
+from .repeatable import Repeatable, version
 from .state import State
 
 if TYPE_CHECKING:
     from .iteration import Iteration
-
-version = attrgetter("_version")
 
 
 class Evaluation(dict[int, Tensor]):
@@ -38,14 +35,12 @@ class Evaluation(dict[int, Tensor]):
     def run(self, f: Repeatable, read: State) -> State:
         """Evaluate f in the forward pass. Until the end its tensors exist: f itself may compute derivatives."""
         needs = [x.requires_grad for x in read]
-        if not all(needs):
-            self._needs = needs
+        self._needs = [] if all(needs) else needs
         try:
-            # The hook that the graph calls. In the first evaluation it notices whether f computes derivatives.
+            # The first evaluation notices whether f computes derivatives.
             with saved_tensors_hooks(self._pack, self.__getitem__ if self.k else self._first_unpack):
                 outputs = f(read, self.k)
-            if sum(map(version, self.values())) != self._versions:
-                raise _modified("inside f, after an operation had saved it: write x = x.add(y) instead of x.add_(y)")
+            self._refuse_changes("inside f, after an operation had saved it: write x = x.add(y) instead of x.add_(y)")
         except BaseException:
             self.clear()  # they refer to the graph, and the graph to this object
             raise
@@ -57,23 +52,21 @@ class Evaluation(dict[int, Tensor]):
         if self._needs or not read[0].requires_grad:
             pairs = zip(read, self._needs or [True] * len(read), strict=True)
             read = [x if x.requires_grad == needs else x.detach().requires_grad_(needs) for x, needs in pairs]
-        again = _Repetition()
         # The graph of the repetition is used by an f that computes derivatives, and by no other.
-        with saved_tensors_hooks(again.pack if f.differentiates else again.append, again.unpack):
-            try:
+        again, saved = Evaluation(self.k), list[Tensor]()
+        hooks = (again._pack, again.__getitem__) if f.differentiates else (saved.append, _gone)
+        try:
+            with saved_tensors_hooks(*hooks):
                 outputs = f(read, self.k)
-            except BaseException:
-                again.clear()
-                raise
-        f.aux = None
-        self.update(enumerate(again))
-        again.clear()
+            f.aux = None
+            self.update(again or enumerate(saved))
+        finally:
+            again.clear()
+            saved.clear()
         if self._count not in (-1, len(self)):
-            count = len(self)
-            self.clear()
             raise RuntimeError(
                 f"f does not return the same when it is called again: in evaluation {self.k + 1} it saved {self._count} "
-                f"tensors for the backward pass, and {count} when it was repeated (a cache that its first evaluation "
+                f"tensors for the backward pass, and {len(self)} when it was repeated (a cache that its first evaluation "
                 "fills? state inside f? parametrize.cached around the forward pass only?)"
             )
         return outputs
@@ -85,20 +78,21 @@ class Evaluation(dict[int, Tensor]):
         self._versions = sum(map(version, (*self.values(), *self.outputs)))
 
     def take_kept(self) -> State | None:
-        """The outputs, if they were kept and are unchanged."""
+        """The outputs, if they were kept."""
+        if self.outputs is not None:
+            self._refuse_changes("after the forward pass, and keep > 0 needs it")
         outputs, self.outputs = self.outputs, None
-        if outputs is not None and sum(map(version, (*self.values(), *outputs))) != self._versions:
-            raise _modified("after the forward pass, and keep > 0 needs it")
         return outputs
-
-    def discard(self) -> None:
-        self.clear()
-        self.outputs = None
 
     def leaves(self) -> list[tuple[Tensor, int]]:
         """Parameters and other leaves that it saved, usually transposed, with their versions."""
         bases = [x if x._base is None else x._base for x in self.values()]
         return [(x, x._version) for x in bases if x.is_leaf and x.requires_grad]
+
+    def _refuse_changes(self, how: str) -> None:
+        if sum(map(version, (*self.values(), *(self.outputs or ())))) != self._versions:
+            what = "one of the variables needed for gradient computation has been modified by an inplace operation"
+            raise RuntimeError(f"{what} {how}")
 
     def _pack(self, x: Tensor) -> int:
         place = len(self)
@@ -113,24 +107,11 @@ class Evaluation(dict[int, Tensor]):
 
     def __missing__(self, place: int) -> Tensor:
         """The graph asks for a tensor of an evaluation that the backward pass has not reached yet."""
-        assert self._iteration is not None
+        if self._iteration is None:
+            return _gone(place)
         self._iteration.backward_pass().reach(self)
         return self[place]
 
 
-class _Repetition(list[Tensor]):
-    """The saved tensors of a repetition of f."""
-
-    def pack(self, x: Tensor) -> int:
-        self.append(x)
-        return len(self) - 1
-
-    def unpack(self, place: int | None) -> Tensor:
-        if place is None or not self:
-            raise RuntimeError("f stored a tensor in the backward pass, and its graph is gone: detach it")
-        return self[place]
-
-
-def _modified(how: str) -> RuntimeError:
-    what = "one of the variables needed for gradient computation has been modified by an inplace operation"
-    return RuntimeError(f"{what} {how}")
+def _gone(place: int | None) -> Tensor:
+    raise RuntimeError("f stored a tensor in the backward pass, and its graph is gone: detach it")

@@ -80,7 +80,7 @@ class Iteration:
                 self.steps += 1
                 if tol is not None:
                     self.converged = self._is_close(tol)
-                yield *self._results(y, z), aux
+                yield y, z, aux
             if tol is None:
                 self.precision.check(self.half_steps, self.steps)
                 if self.norms.is_cpu and not math.isfinite(sum(self.norms.flatten().tolist())):
@@ -103,7 +103,9 @@ class Iteration:
             evaluation.keep(outputs)
             self._kept.append(evaluation)
             if len(self._kept) > self.options.keep:
-                self._kept.popleft().discard()
+                first = self._kept.popleft()
+                first.clear()
+                first.outputs = None
         else:
             evaluation.clear()
         return list(half_step(self, evaluation, norms, len(read), *read, *outputs, *(own if k == 0 else ())))
@@ -143,7 +145,8 @@ class Iteration:
             for start in (self.y0, self.z0)
         )
 
-    def _results(self, y: State, z: State) -> tuple[State, State]:
+    def results(self, y: State, z: State) -> tuple[State, State]:
+        """The states of the last step as the caller gets them."""
         if not self.has_graph:
             return y, z
         k = 2 * self.steps - 2

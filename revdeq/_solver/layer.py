@@ -11,9 +11,8 @@ from torch.utils._pytree import tree_map
 from .check import Statistics
 from .iteration import relative_change
 from .options import NAMES, Exact, Keywords, Options, options_from
-from .solve import Solution, checked_f, solve, steps
+from .solve import Solution, checked_f, is_traced, solve, steps
 from .tune import Tuning, tune
-from .unrolled import is_traced
 
 
 @dataclass(frozen=True)
@@ -176,23 +175,6 @@ class RevDEQ(nn.Module):
         usual = Options()
         shown = {k: v for k, v in self.options.items() if k in ("beta", "max_steps") or v != getattr(usual, k)}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
-
-
-def tune_layers(model: nn.Module, *args: Any) -> dict[str, Tuning]:
-    """Tune each layer of a model for the input that it gets when the model is called. Returns the results by name."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, RevDEQ)}
-    calls: dict[Any, tuple[Any, Any]] = {}
-    hooks = [
-        layer.register_forward_pre_hook(lambda m, a, k: calls.__setitem__(m, (a, k)), with_kwargs=True)
-        for layer in layers.values()
-    ]
-    try:
-        with torch.no_grad():
-            model(*args)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {name: layer.tune(*calls[layer][0], **calls[layer][1]) for name, layer in layers.items() if layer in calls}
 
 
 def _start(x: Any, z0: Any) -> Any:

@@ -6,10 +6,9 @@ this rewinds torch's default generators and restores autocast; f with dropout ha
 
 import contextlib
 import functools
-import inspect
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -17,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
-from .. import _device
 from .state import State, flattened_like, structured
 
-_version = attrgetter("_version")
+version = attrgetter("_version")
 
 
 class _Thread(threading.local):
@@ -70,7 +68,7 @@ class Repeatable:
         if self._indexed:
             self._kwargs["evaluation"] = k
         z = read[0] if self._is_tensor else structured(read, self._spec)
-        versions = sum(map(_version, read)) if self._has_versions else 0
+        versions = sum(map(version, read)) if self._has_versions else 0
         around, thread.evaluates = thread.evaluates, torch.is_grad_enabled()
         try:
             if self._is_new:
@@ -83,7 +81,7 @@ class Repeatable:
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError(f"f returned {type(result).__name__}: with aux=True it must return a pair (state, aux)")
             result, self.aux = result
-        if self._has_versions and sum(map(_version, read)) != versions:
+        if self._has_versions and sum(map(version, read)) != versions:
             raise RuntimeError(
                 "f modifies its input in place, which the solver needs afterwards: write z = z.add(x) instead of "
                 "z.add_(x)"
@@ -101,45 +99,26 @@ class Repeatable:
 
     def _first(self, z: Any) -> Any:
         """The first evaluation shows whether f draws random numbers, and whether it can be repeated at all."""
-        self._is_new, self._random = False, _device.generator_states(self._device)
-        versions = self._versions_of_buffers()
-        try:
-            result = self._called(z)
-        except TypeError as error:
-            raise self._explained(error) from None
-        if versions and versions != self._versions_of_buffers():
+        self._is_new, self._random = False, generator_states(self._device)
+        buffers = [x for table in self._buffers for x in table.values() if x is not None and not x.is_inference()]
+        versions = list(map(version, buffers))
+        result = self._called(z)
+        if versions != list(map(version, buffers)):
             raise RuntimeError(
                 "f changes a buffer in every evaluation, in the backward pass too (BatchNorm in training mode?): move "
                 "the layer out of f, use a normalization without state (GroupNorm, LayerNorm), or call .eval() on it"
             )
-        self.draws = not all(map(torch.equal, self._random, _device.generator_states(self._device)))
+        self.draws = not all(map(torch.equal, self._random, generator_states(self._device)))
         return result
 
     def _replayed(self, z: Any) -> Any:
         """An evaluation with the random numbers of the first one."""
-        found = _device.generator_states(self._device)
-        _device.set_generator_states(self._device, self._random)
+        found = generator_states(self._device)
+        set_generator_states(self._device, self._random)
         try:
             return self._called(z)
         finally:
-            _device.set_generator_states(self._device, found)
-
-    def _explained(self, error: TypeError) -> TypeError:
-        """A better message than "takes 2 positional arguments but 3 were given", if that is the problem."""
-        function = self.f.forward if isinstance(self.f, nn.Module) else self.f
-        names = ["z", *(["x"] if len(self.args) == 1 else [f"args[{i}]" for i in range(len(self.args))])]
-        try:
-            inspect.signature(function).bind(*names, **self._kwargs)
-        except ValueError:  # it has no signature
-            return error
-        except TypeError:
-            called = ", ".join([*names, *(f"{name}=..." for name in self._kwargs)])
-            return TypeError(f"f is called as f({called}), but it does not take these arguments: {error}")
-        return error
-
-    def _versions_of_buffers(self) -> list[int]:
-        buffers = [x for table in self._buffers for x in table.values() if x is not None]
-        return [x._version for x in buffers if not x.is_inference()]
+            set_generator_states(self._device, found)
 
     # In the backward pass
 
@@ -191,6 +170,26 @@ ATTENTION = [
     (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
 ]
 """The settings of `torch.nn.attention.sdpa_kernel`: each chooses other bits. Their getters and setters."""
+
+
+def generator_states(device: torch.device) -> list[Tensor]:
+    """The states of torch's default generators: the CPU's, the device's, and those of all GPUs that this process uses."""
+    return [torch.get_rng_state(), *(module.get_rng_state(gpu) for module, gpu in _gpus(device))]
+
+
+def set_generator_states(device: torch.device, states: Sequence[Tensor]) -> None:
+    """Restore states. Generators of GPUs that were not in use yet are left alone."""
+    torch.set_rng_state(states[0])
+    for (module, gpu), state in zip(_gpus(device), states[1:], strict=False):
+        module.set_rng_state(state, gpu)
+
+
+def _gpus(device: torch.device) -> list[tuple[Any, torch.device]]:
+    """The device first, then all others of the types that this process uses, because f may use them."""
+    first = [] if device.type == "cpu" else [(getattr(torch, device.type), device)]
+    modules = [(m, kind) for m, kind in ((torch.cuda, "cuda"), (torch.xpu, "xpu")) if m.is_initialized()]
+    gpus = [(m, torch.device(kind, i)) for m, kind in modules for i in range(m.device_count())]
+    return [*first, *((m, gpu) for m, gpu in gpus if gpu != device)]
 
 
 def modules_of(f: Any, depth: int = 3) -> Iterator[nn.Module]:

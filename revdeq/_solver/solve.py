@@ -1,5 +1,6 @@
 """revdeq.solve: the fixed point of f by the reversible iteration, with exact gradients in constant memory."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Unpack
@@ -15,8 +16,8 @@ from .options import Keywords, Options, options_from
 from .per_example import ByExample
 from .precision import coefficients, precision_for
 from .repeatable import Repeatable, modules_of, thread
-from .state import State, flattened_state, structured
-from .unrolled import is_traced, refuse_dropout, unrolled
+from .state import State, flattened_state, is_fake, structured
+from .unrolled import refuse_dropout, unrolled
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ def solve(
         >>> solution.z.sum().backward()
     """
     if torch.compiler.is_dynamo_compiling():
-        return _outside_of_compiler(_solve)(f, z0, args, y0, kwargs, options)
+        _break_the_graph()
+        return torch.compiler.disable(_solve)(f, z0, args, y0, kwargs, options)
     return _solve(f, z0, args, y0, kwargs, options)
 
 
@@ -120,8 +122,8 @@ def _solve(f: Any, z0: Any, args: tuple[Any, ...], y0: Any, kwargs: Any, keyword
     aux = None
     for y, z, aux in iteration.run(z, y):  # noqa: B007, B020
         pass
-    if options.gradient == "implicit" and torch.is_grad_enabled():
-        y, z = with_implicit_gradient(iteration, y, z)
+    is_implicit = options.gradient == "implicit" and torch.is_grad_enabled()
+    y, z = with_implicit_gradient(iteration, y, z) if is_implicit else iteration.results(y, z)
     if iteration.check is not None and options.tol is not None and iteration.converged is True:
         iteration.check.judge_gap(_distance(y, z).item(), options.tol)
     return _solution(iteration, y, z, aux, spec)
@@ -167,10 +169,11 @@ def steps(
             with torch.set_grad_enabled(enabled):
                 if (each := next(run, None)) is None:
                     return
-            states = [x for state in each[:2] for x in state if not x.is_inference()]
-            versions = [x._version for x in states]
-            yield _solution(iteration, *each, spec)
-            if versions != [x._version for x in states]:
+                y, z, aux = each
+                solution = _solution(iteration, *iteration.results(y, z), aux, spec)
+            versions = [x._version for x in (*y, *z) if not x.is_inference()]
+            yield solution
+            if versions != [x._version for x in (*y, *z) if not x.is_inference()]:
                 raise RuntimeError("z or y of a step was modified in place, and the next step needs it: clone it")
 
     return every()
@@ -230,13 +233,11 @@ def checked_f(f: Any) -> Callable[..., Any]:
 def _unrolled(f: Any, z0: Any, args: Any, y0: Any, kwargs: Any, options: Options) -> Solution:
     """In plain operations: a tracer cannot record our kernels, and the f of another solve must be plain operations."""
     traced = not thread.evaluates
-    for name in ("per_example", "aux", *(["tol"] if traced else [])):
-        if getattr(options, name):
-            raise ValueError(
-                f"{name} = {getattr(options, name)!r} does not work in a traced model or inside the f of a solve"
-            )
-    if options.gradient == "implicit":
-        raise ValueError("gradient = 'implicit' does not work in a traced model or inside the f of a solve")
+    is_implicit = options.gradient == "implicit" and "implicit"
+    for name, value in (("per_example", options.per_example), ("aux", options.aux), ("gradient", is_implicit),
+                        ("tol", traced and options.tol)):  # fmt: skip
+        if value:
+            raise ValueError(f"{name} = {value!r} does not work in a traced model or inside the f of a solve")
     if traced:
         refuse_dropout(modules_of(f))
     z, y, spec = _initial(f, z0, y0)
@@ -248,16 +249,22 @@ def _unrolled(f: Any, z0: Any, args: Any, y0: Any, kwargs: Any, options: Options
     return Solution(*states, count, 2 * count, norms, converged, step.beta, step.gamma, "float64", Statistics())
 
 
-def _outside_of_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A graph break: a compiled model runs the solve, and f in it, uncompiled."""
-    _break_the_graph()
-    return lambda *args: torch.compiler.disable(function)(*args)  # as a decorator it would import the compiler
+def is_traced(state: Any) -> bool:
+    """Whether operations are being recorded, by torch.export, torch.jit.trace, make_fx or an exporter based on them,
+    which would miss our kernels."""
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
+        return True
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    if proxies is not None and proxies.get_proxy_mode() is not None:
+        return True
+    return any(map(is_fake, [state] if isinstance(state, Tensor) else tree_leaves(state)))
 
 
 def _break_the_graph() -> None:
-    """Its message is the reason that the compiler gives if it must not break the graph."""
+    """A compiled model runs the solve, and f in it, uncompiled. This message is the reason that the compiler gives."""
 
 
+# What torch.compiler.disable(reason=...) sets; as a decorator it would import the compiler.
 _break_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
 _break_the_graph._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     "a solve of revdeq cannot be part of a compiled graph: compile f, f.compile() or torch.compile(f), and the model "

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .. import _device
 from .check import ConvergenceError, ConvergenceWarning, ReconstructionError
 from .options import Exact, Keywords, options_from
+from .repeatable import generator_states, set_generator_states
 from .solve import checked_f, solve
 from .state import flattened_state
 from .unrolled import sum_of_squares
@@ -178,7 +178,7 @@ def tune(
             raise TypeError(f"batches[{i}] is of type {type(batch).__name__}: it must be a tuple (z0, *args)")
     device = flattened_state(z0)[0][0].device
     tuned, held, what = _split([(z0, *args), *map(tuple, batches)])
-    problem = Problem(checked_f(f), tuned, kwargs or {}, options, device, _device.generator_states(device))
+    problem = Problem(checked_f(f), tuned, kwargs or {}, options, device, generator_states(device))
     if what == "every second example" and not problem.takes(held):
         tuned, held, what = [(z0, *args)], [], "nothing"
         problem = replace(problem, batches=tuned)
@@ -227,7 +227,7 @@ class Problem:
     random: Sequence[Tensor]
 
     def rewind(self) -> None:
-        _device.set_generator_states(self.device, self.random)
+        set_generator_states(self.device, self.random)
 
     def solved(self, f: Any, batch: tuple[Any, ...], **changed: Any) -> Any:
         self.rewind()

@@ -4,17 +4,15 @@ It computes the same bits as a solve with a float64 state, without saving memory
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ..kernels.reference import relaxed
 from .iteration import relative_change
-from .state import State, is_fake
+from .state import State
 
 
 def unrolled(
@@ -56,17 +54,6 @@ def _norms(z: State, before: State) -> Tensor:
 def sum_of_squares(state: State) -> Tensor:
     """Of all numbers of a state, in float64."""
     return functools.reduce(torch.add, [x.double().square().sum() for x in state])
-
-
-def is_traced(state: Any) -> bool:
-    """Whether operations are being recorded, by torch.export, torch.jit.trace, make_fx or an exporter based on them,
-    which would miss our kernels."""
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
-        return True
-    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    if proxies is not None and proxies.get_proxy_mode() is not None:
-        return True
-    return any(map(is_fake, [state] if isinstance(state, Tensor) else tree_leaves(state)))
 
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
