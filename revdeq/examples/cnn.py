@@ -1,6 +1,6 @@
 """An equilibrium layer in an existing CNN, in a plain training loop: the fixed point of one block replaces four blocks.
 
-python -m revdeq.examples.cnn  # 20 s
+python -m revdeq.examples.cnn  # 10 s
 """
 
 import torch

@@ -22,6 +22,12 @@ class Block(nn.Module):
         return torch.tanh(F.linear(z, 0.9 * self.weight / torch.linalg.matrix_norm(self.weight, 2)) + x)
 
 
+def steps(deq: revdeq.RevDEQ) -> Tensor:
+    """The steps that the last call took: of the batch, or of each example."""
+    assert deq.last is not None
+    return torch.as_tensor(deq.last.steps).float()
+
+
 def main(updates: int = 40) -> None:
     torch.set_default_device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     torch.manual_seed(0)
@@ -42,16 +48,16 @@ def main(updates: int = 40) -> None:
         for deq.tol in (0.1, 1e-2, 1e-4):
             for deq.per_example in (False, True):  # True: an example's result does not depend on the others
                 right = (model(test_images).argmax(1) == test_labels).float().mean()
-                steps = torch.as_tensor(deq.last.steps).float()
-                counts = f"{steps.mean():16.1f}{steps.min():5.0f}{steps.max():5.0f}"
+                each = steps(deq)
+                counts = f"{each.mean():16.1f}{each.min():5.0f}{each.max():5.0f}"
                 print(f"{deq.tol:<6g} {deq.per_example!s:11} {counts}  {right:13.1%}")
 
         # For the next frame of a video, or a user's next keystroke, start from the last solution.
         deq.tol, deq.per_example = 1e-3, False
         frame = test_images[:1].flatten(1)
-        z, cold = deq(inject(frame)), deq.last.steps
+        z, cold = deq(inject(frame)), steps(deq)
         deq(inject(frame + 0.01 * torch.randn(frame.shape)), z0=z)
-        print(f"\nThe next frame takes {deq.last.steps} steps from the last solution, and {cold} from zero.")
+        print(f"\nThe next frame takes {steps(deq):.0f} steps from the last solution, and {cold:.0f} from zero.")
 
 
 if __name__ == "__main__":

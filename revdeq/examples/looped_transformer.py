@@ -2,7 +2,7 @@
 
 The number of steps is random in every update, so that the model works at every depth.
 
-python -m revdeq.examples.looped_transformer  # 15 s
+python -m revdeq.examples.looped_transformer  # 10 s
 """
 
 import random
