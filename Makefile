@@ -3,8 +3,10 @@
 PYTHON ?= python3
 CONSTRAINTS ?= .ci/constraints.txt
 BIN := .venv/bin
+# Python compiles the modules that it imports: compiling all of them would take half a minute.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: test demo bench gpu lint docs mutants versions dist clean
+.PHONY: test demo bench gpu lint docs mutants clean
 
 # Two processes with one thread each: spinning threads would slow both down.
 test: .venv/installed
@@ -20,39 +22,35 @@ bench: .venv/installed
 gpu: .venv/installed
 	$(BIN)/python bench/gpu.py $(if $(QUICK),--quick)
 
-lint: .venv/installed
+# mypy reads a copy that is installed without being compiled: in the clone, kernels/ is not yet revdeq.kernels.
+lint: .venv/dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	rm -rf .venv/types && mkdir -p .venv/types/revdeq
-	ln -s $(CURDIR)/revdeq/* .venv/types/revdeq && ln -s $(CURDIR)/kernels .venv/types/revdeq/kernels
+	rm -rf build .venv/types
+	CC=false $(PIP) --no-build-isolation --no-deps --target .venv/types .
 	cd .venv/types && ../bin/mypy --config-file $(CURDIR)/pyproject.toml -p revdeq
-	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
-	$(BIN)/zizmor --offline --quiet .github/workflows
 
-docs: .venv/installed
-	$(BIN)/python docs/make_api.py
+docs: .venv/dev
+	$(BIN)/sphinx-build -W -q -b html docs .venv/docs
+	@echo "The pages are in .venv/docs: open .venv/docs/index.html"
 
 # An interrupted run resumes.
 mutants: .venv/installed
 	$(BIN)/python tests/tools/mutants
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --sample 300 tests/kernels/test_emulated_kernels.py
 
-# Every torch from the oldest to the newest: gigabytes and hours. An interrupted run resumes.
-versions: .venv/installed
-	$(BIN)/python tests/tools/versions.py $(ONLY)
-
-dist: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine
-	rm -rf dist && $(BIN)/python -m build && $(BIN)/python -m twine check --strict dist/*
-
-# --no-compile saves half a minute: Python compiles the modules that it imports.
 # torch for AMD or Intel GPUs has its own Triton, under another name, which one in .venv would hide.
-.venv/installed: setup.py .ci/build_backend.py pyproject.toml .ci/constraints.txt kernels/common.h kernels/cpu.c kernels/cpu_exact.c
+.venv/installed: setup.py pyproject.toml .ci/constraints.txt $(shell find kernels -name '*.[ch]')
 	@echo "Setting up .venv (torch is large: this takes a minute or two) ..."
 	$(PYTHON) -m venv $(VENV_FLAGS) .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS) -e '.[demo,train,hub,tensorboard,test,torchdeq,lint]'
+	$(PIP) -c $(CONSTRAINTS) -e '.[demo,train,test]' accelerate
 	$(if $(VENV_FLAGS),$(BIN)/python -m pip uninstall --quiet --yes triton)
 	touch $@
 
+.venv/dev: .venv/installed
+	$(PIP) -c $(CONSTRAINTS) -e '.[dev]'
+	touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info kernels/*.so kernels/*.pyd
+	rm -rf .venv build dist *.egg-info
+	find kernels -name '*.so' -o -name '*.pyd' | xargs rm -f

@@ -4,30 +4,22 @@
 `invert_compare` the last backward step, which compares the reconstruction with the initial state. half_step.py
 describes their arguments. All backends compute the same bits:
 
-    state      specification          C                           Triton
-    float64    reference.py           cpu.py, cpu.c               gpu.py
-    integers   reference_exact.py     cpu_exact.py, cpu_exact.c   gpu_exact.py
+    state      specification          C                Triton
+    float64    reference.py           cpu/float64.c    gpu/float64.py
+    integers   reference_exact.py     cpu/exact.c      gpu/exact.py
 
 The backend follows the tensors (backends.py); `REVDEQ_BACKEND=triton|cpu|reference` in the environment or
 `with backend("triton"):` forces one.
 """
 
-if __name__ == "revdeq.kernels":
-    from .backends import backend, half_step_for
-    from .half_step import Coefficients
-    from .radix import Radix
+if __name__ != "revdeq.kernels":
+    raise ImportError(
+        f"the folder kernels/ of revdeq was imported as {__name__!r}: import revdeq.kernels, or start Python in another "
+        "folder if you meant Hugging Face's package kernels"
+    )
 
-    __all__ = ["Coefficients", "Radix", "backend", "half_step_for"]
-else:
-    # With the checkout as the current folder, this package hides Hugging Face's package `kernels`, which transformers
-    # imports. Load that one from further down the path, or an empty module.
-    import sys
-    from importlib.machinery import PathFinder
-    from importlib.util import module_from_spec
-    from pathlib import Path
+from .backends import backend, half_step_for
+from .half_step import Coefficients
+from .radix import Radix
 
-    root, __path__ = Path(__file__).resolve().parents[1], []
-    spec = PathFinder.find_spec(__name__, [folder for folder in sys.path if Path(folder).resolve() != root])
-    if spec is not None and spec.loader is not None:  # a namespace has no loader
-        sys.modules[__name__] = module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[__name__])
+__all__ = ["Coefficients", "Radix", "backend", "half_step_for"]

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_structure
 from torch.utils.checkpoint import checkpoint
 
 from ._solver.layer import RevDEQ
 from ._solver.options import Options
-from ._solver.repeatable import Random
+from ._solver.repeatable import Repeatable
+from ._solver.state import State, flattened_like, flattened_state, structured
 from ._solver.unrolled import unrolled
 from .kernels.half_step import Coefficients
 
@@ -37,7 +39,7 @@ def stored_graph(
         >>> torch.equal(z, revdeq.solve(f, z0, x, max_steps=4).z)
         True
     """
-    return unrolled(f, z0, args, _coefficients(beta, gamma, max_steps))[1]
+    return _unrolled(f, z0, args, beta, gamma, max_steps)
 
 
 def checkpointed(
@@ -58,13 +60,20 @@ def checkpointed(
         True
     """
     around = functools.partial(checkpoint, use_reentrant=False)
-    return unrolled(f, z0, args, _coefficients(beta, gamma, max_steps), around)[1]
+    return _unrolled(f, z0, args, beta, gamma, max_steps, around=around)
 
 
-def _coefficients(beta: float, gamma: float, max_steps: int) -> list[Coefficients]:
-    """The coefficients of every half-step, as rounded for a float64 state."""
+def _unrolled(
+    f: Callable[..., Any], z0: Any, args: tuple[Any, ...], beta: float, gamma: float, max_steps: int, **around: Any
+) -> Any:
     options = Options(beta=beta, gamma=gamma, max_steps=max_steps)  # which checks them
-    return [Coefficients.rounded(options.beta, options.gamma)] * (2 * options.max_steps)
+    z, spec = flattened_state(z0)
+
+    def called(state: State, k: int) -> State:
+        return flattened_like(f(structured(state, spec), *args), state, spec)
+
+    step = Coefficients.rounded(options.beta, options.gamma)
+    return structured(unrolled(called, z, z, step, options.max_steps, **around)[1], spec)
 
 
 class Found(NamedTuple):
@@ -122,7 +131,9 @@ class Anderson(RevDEQ):
     def forward(self, x: Tensor, *, z0: Tensor | None = None) -> Tensor:  # type: ignore[override]
         import torchdeq
 
-        kind, calls, random = x.device.type, 0, Random(x.device)
+        kind, calls = x.device.type, 0
+        start = torch.zeros_like(x, requires_grad=False) if z0 is None else z0
+        run = Repeatable(self.f, [start], tree_structure(start), (x,), {}, indexed=False, has_aux=False)
         autocast = functools.partial(
             torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         )
@@ -131,14 +142,14 @@ class Anderson(RevDEQ):
             nonlocal calls
             calls += 1
             with autocast():
-                return random(self.f, z, x).to(z.dtype)
+                return run([z], calls)[0].to(z.dtype)
 
         forward = {"f_solver": "anderson", "f_max_iter": self._most, "f_tol": self.tol or 0.0, "f_stop_mode": "rel"}
         backward = {"b" + name[1:]: value for name, value in forward.items()}
         deq = torchdeq.get_deq(ift=True, **forward, **backward)
         deq.train(torch.is_grad_enabled())  # torchdeq computes gradients in training mode only
         with torch.autocast(kind, enabled=False):  # a Gram matrix in bfloat16 would be singular
-            (z,), info = deq(f, torch.zeros_like(x, requires_grad=False) if z0 is None else z0)
+            (z,), info = deq(f, start)
         change = info["rel_lowest"].mean()
         self.last = Found(calls / 2, calls, change, None if self.tol is None else bool(change <= self.tol))  # type: ignore[assignment]
         return z
