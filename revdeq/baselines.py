@@ -3,7 +3,7 @@ evaluation of f, or with `torch.utils.checkpoint`, which stores the states; and 
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_structure
 from torch.utils.checkpoint import checkpoint
 
 from ._solver.layer import RevDEQ
-from ._solver.options import Options
+from ._solver.options import Keywords, Options
 from ._solver.repeatable import Repeatable
 from ._solver.state import State, flattened_like, flattened_state, structured
 from ._solver.unrolled import unrolled
@@ -94,9 +94,8 @@ class Anderson(RevDEQ):
         f: A module f(z, x).
         evaluations: The maximum number of evaluations of f in the forward pass, and of vector-Jacobian products in the
             backward pass, at least 3. None is 2 * max_steps. The gradient takes one more evaluation of f.
-        max_steps: As for `revdeq.RevDEQ`.
-        tol: Both passes stop at this relative residual. None makes all evaluations.
-        beta: Is not used.
+        options: Those of `revdeq.RevDEQ`, of which two are used: max_steps, and tol, the relative residual at which
+            both passes stop.
 
     Raises:
         ImportError: torchdeq is not installed.
@@ -108,18 +107,10 @@ class Anderson(RevDEQ):
         torch.Size([4, 8])
     """
 
-    def __init__(
-        self,
-        f: nn.Module,
-        *,
-        evaluations: int | None = None,
-        max_steps: int = 8,
-        tol: float | None = None,
-        beta: float = 0.5,
-    ) -> None:
+    def __init__(self, f: nn.Module, *, evaluations: int | None = None, **options: Unpack[Keywords]) -> None:
         import torchdeq  # noqa: F401, raises here, and not in the first call, if it is missing
 
-        super().__init__(f, max_steps=max_steps, tol=tol, beta=beta)
+        super().__init__(f, **options)
         self.evaluations = evaluations
         if self._most < 3:
             raise ValueError(f"evaluations = {self._most} must be at least 3: the first two start the acceleration")

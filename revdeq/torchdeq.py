@@ -68,7 +68,8 @@ class DEQReversible(DEQBase):
         config = self.args.config
         self.options = {name: config[name] for name in OPTIONS - {"gamma"} if config.get(name) is not None}
         self.options |= {name: config[f"rev_{name}"] for name in OPTIONS if f"rev_{name}" in config}
-        self.f_tol, self.no_stat = config.get("f_tol") or None, bool(config.get("no_stat", self.no_stat))
+        is_simple = config.get("f_solver") == "simple_fixed_point_iter"  # torchdeq's solver without statistics
+        self.f_tol, self.no_stat = config.get("f_tol") or None, bool(config.get("no_stat", is_simple))
         for name in ("f_max_iter", "eval_f_max_iter"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} = {getattr(self, name)!r} must be at least 1: it counts evaluations of f")
@@ -103,7 +104,7 @@ class DEQReversible(DEQBase):
             out = func(*z) if several else func(z)
             return tuple(out) if isinstance(out, list) else out
 
-        usual = self.f_max_iter if self.training else self.eval_f_max_iter
+        usual: Any = self.f_max_iter if self.training else self.eval_f_max_iter
         ends = self._ends((solver_kwargs or {}).get("f_max_iter", usual))
         options = {**self.options, "max_steps": ends[-1], "tol": self.f_tol}
         z0, found = tuple(z_init) if several else z_init, {}

@@ -45,8 +45,9 @@ def flattened_like(result: Any, state: Sequence[Tensor], spec: TreeSpec) -> Stat
         raise TypeError(f"f must return the structure of z0: {error}") from None
     for out, x in zip(outputs, state, strict=True):
         if not isinstance(out, Tensor):
+            hint = "; return its first part, f(...)[0], or solve with aux=True" if isinstance(out, tuple) else ""
             raise TypeError(
-                f"f's output is of type {type(out).__name__}: it must be a tensor of shape {tuple(x.shape)}"
+                f"f's output is of type {type(out).__name__}: it must be a tensor of shape {tuple(x.shape)}{hint}"
             )
         if out.device != x.device:
             raise ValueError(f"f's output is on {out.device}: it must be on the device of z0, {x.device}")

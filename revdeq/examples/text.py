@@ -1,9 +1,9 @@
-"""A custom looped transformer with fast text generation: key-value caches for every evaluation.
+"""A looped transformer of one's own, with fast text generation: a key-value cache for every evaluation.
 
 It learns to copy: after a word of random letters and a bar it repeats the word. Its block has rotary positions, RMS
 norms, and an embedding per evaluation.
 
-    python -m revdeq.examples.text
+python -m revdeq.examples.text  # 10 s
 """
 
 import time
@@ -59,7 +59,7 @@ def sentences(count: int) -> Tensor:
     return torch.cat([word, torch.full((count, 1), BAR), word], 1)
 
 
-def main(updates: int = 150) -> None:
+def main(updates: int = 100) -> None:
     torch.manual_seed(0)
     model = LanguageModel(LETTERS + 1, 64, length=2 * LENGTH + 1, block=Block, indexed=True, max_steps=STEPS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

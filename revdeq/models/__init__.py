@@ -60,6 +60,8 @@ def load(run: str | Path, device: str | torch.device = "cpu", **changes: Any) ->
         SettingError: There is no such setting.
 
     Example:
+        >>> preset = revdeq.training.configured("prefix-tiny", {"updates": 2, "channels": 4, "evaluation_batches": 1})
+        >>> rows = revdeq.training.train(preset, None, Path("runs/prefix"), device="cpu", quiet=True)
         >>> model = revdeq.models.load("runs/prefix", max_steps=40)
         >>> model(torch.randint(2, (1, 1, 100)).float()).shape  # a string of 100 bits
         torch.Size([1, 100, 2])

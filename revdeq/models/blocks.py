@@ -67,9 +67,7 @@ class TransformerBlock(nn.Module):
     with causal attention, an output projection after it, an MLP with one hidden layer of 4 d units, and dropout after
     the attention and after the MLP.
 
-    As printed, an untrained model hardly depends on its own token: the equilibrium at the last of 64 positions changes
-    by 9 % if the token there changes, and by 74 % if all others do. With form="residual" it is 98 % and 17 %, and with
-    form="pre-norm" 99 % and 6 %.
+    As printed, a position of an untrained model hardly depends on its own token; with residual paths it does.
 
     Args:
         d: The size of a position.

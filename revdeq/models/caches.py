@@ -45,7 +45,14 @@ class Cache:
         self._kept: list[list[Tensor]] = []
 
     def advance(self, count: int) -> "Cache":
-        """Prepare for this many more positions."""
+        """Prepare for the evaluation of more positions.
+
+        Args:
+            count: How many there are.
+
+        Returns:
+            The cache itself.
+        """
         self._begin, self._end, self._turn = self._end, self._end + count, 0
         columns, self._mask = torch.arange(self._begin, self._end, device=self._device), None
         if self._padding is None:

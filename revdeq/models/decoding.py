@@ -137,8 +137,8 @@ def _drawn(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
 
 def _until(end: int | None, text: Tensor, begin: int) -> Tensor:
     """The text, to its first end token from this position on."""
-    places = (text[begin:] == end).nonzero() if end is not None else ()
-    return text[: begin + int(places[0]) + 1] if len(places) else text
+    is_end = text[begin:] == end if end is not None else torch.zeros(1)
+    return text[: begin + int(is_end.int().argmax()) + 1] if is_end.any() else text
 
 
 @contextlib.contextmanager
@@ -166,6 +166,6 @@ def _check(max_new_tokens: int, do_sample: bool, temperature: float, top_k: int 
         raise ValueError("temperature, top_k and top_p apply to sampling only: pass do_sample=True, or leave them out")
 
 
-def takes_a_cache(block: nn.Module) -> bool:
+def takes_a_cache(block: Any) -> bool:
     """Whether the block takes an argument `cache`."""
     return "cache" in inspect.signature(block.forward).parameters

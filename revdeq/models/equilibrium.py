@@ -10,6 +10,7 @@ from ..baselines import Anderson
 
 
 def equilibrium(f: nn.Module, solver: str, evaluations: int | None, **options: Any) -> RevDEQ:
+    """The layer around f that the settings of a model ask for."""
     if solver == "torchdeq":
         return Anderson(f, evaluations=evaluations, **options)
     if solver != "reversible":

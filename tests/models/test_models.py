@@ -10,6 +10,7 @@ from torch import nn
 
 import revdeq
 from revdeq.baselines import stored_graph
+from revdeq.examples import text
 from revdeq.models import (
     MODELS,
     Cache,
@@ -96,12 +97,7 @@ def test_conv_block_by_its_equation():
     paper, authors = ConvBlock(16, 2), ConvBlock(16, 2, form="authors")
     authors.load_state_dict(paper.state_dict())
 
-    def norm(a, groups):
-        a = a.unflatten(1, (groups, -1))
-        variance, mean = torch.var_mean(a, (2, 3, 4), correction=0, keepdim=True)
-        return ((a - mean) / (variance + 1e-5).sqrt()).flatten(1, 2)
-
-    hidden = F.conv2d(z, paper.conv1.weight, padding=1)
+    norm, hidden = F.group_norm, F.conv2d(z, paper.conv1.weight, padding=1)
     update = norm(x + F.conv2d(norm(hidden, 2).relu(), paper.conv2.weight, padding=1), 1)
     torch.testing.assert_close(paper(z, x), norm(z + update.relu(), 1))
     torch.testing.assert_close(authors(z, x), norm((z + update).relu(), 1))
@@ -116,9 +112,9 @@ def test_transformer_block_by_its_equation(form, wide_heads):
 
     def attention(h):
         q, k, v = (t.unflatten(-1, (2, -1)) for t in (h @ block.attention.qkv.weight.T).chunk(3, -1))
-        weights = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
-        weights = weights.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf).softmax(-1)
-        return torch.einsum("bhij,bjhd->bihd", weights, v).flatten(-2) @ block.attention.project.weight.T
+        weights = torch.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5 + torch.full((5, 5), -math.inf).triu(1)
+        attended = torch.einsum("bhij,bjhd->bihd", weights.softmax(-1), v)
+        return attended.flatten(-2) @ block.attention.project.weight.T
 
     u, norm, mlp = z + x, lambda h: F.layer_norm(h, (8,)), block.mlp
     h = {"paper": lambda: norm(attention(u)), "authors": lambda: z + attention(norm(u)),
@@ -249,24 +245,10 @@ def test_bad_arguments_and_inputs(name, settings, inputs, message):
 # Text generation
 
 
-class Numbered(nn.Module):
-    """Two attentions, a different scale in every evaluation, encoded positions, and an auxiliary output."""
-
-    def __init__(self, d):
-        super().__init__()
-        self.first, self.second = TransformerBlock(d, 2), TransformerBlock(d, 2)
-        self.scale = nn.Parameter(torch.rand(12) + 0.5)
-
-    def forward(self, z, x, cache=None, evaluation=0):
-        positions = torch.arange(z.shape[1]) if cache is None else cache.positions
-        z = self.first(self.scale[evaluation] * z, x + positions.sin()[..., None], cache)
-        return self.second(z, x, cache), z.mean()
-
-
 CACHED = [
     *(("language", {"form": form}) for form in LANGUAGE_FORMS),
     ("language", {"state": "exact", "gamma": 0.7}),
-    ("language", {"block": Numbered, "indexed": True, "aux": True}),
+    ("language", {"block": text.Block, "indexed": True}),
     ("transformer", {}),
 ]
 
@@ -275,11 +257,11 @@ CACHED = [
 @pytest.mark.parametrize(("name", "settings"), CACHED)
 @torch.no_grad()
 def test_caches_give_the_logits_of_the_whole_sequence(name, settings, lengths):
-    """Which depends on no later token. A position is 2 N evaluations of float32 in another order of summation, each of some 1e-7 relative, which a block
-    that is at most a few times as steep as the identity does not make more than tens of times as large."""
+    """Which depends on no later token. A position is 2 N evaluations of float32 in another order of summation, each of
+    some 1e-7 relative, which a block a few times as steep as the identity makes at most tens of times as large."""
     model, texts, longest = small(name, **settings).eval(), batch(name)[0], max(lengths)
     padding = torch.tensor([longest - n for n in lengths])
-    rows = torch.stack([F.pad(text, (p, 0))[:LENGTH] for text, p in zip(texts, padding.tolist(), strict=True)])
+    rows = torch.stack([F.pad(row, (p, 0))[:LENGTH] for row, p in zip(texts, padding.tolist(), strict=True)])
     cache = Cache(LENGTH, padding)
     found = [model._decoded(rows[:, :longest], cache.advance(longest))]
     found += [model._decoded(rows[:, i : i + 1], cache.advance(1)) for i in range(longest, LENGTH)]
@@ -295,13 +277,13 @@ def test_greedy_text_is_that_of_the_whole_sequence(name):
     prompts = [texts[0][:3], texts[1][:1], torch.cat([texts[2], texts[0]])]
     found, whole = (model.generate(prompts, 2 * LENGTH, use_cache=use_cache) for use_cache in (True, False))
     assert all(module.training for module in model.modules())
-    for text, other, prompt in zip(found, whole, prompts, strict=True):
-        assert torch.equal(text, other) and torch.equal(text, model.generate([prompt], 2 * LENGTH)[0])
-        assert torch.equal(text[: len(prompt)], prompt) and len(text) == len(prompt) + 2 * LENGTH
-    text = found[0]
+    for row, other, prompt in zip(found, whole, prompts, strict=True):
+        assert torch.equal(row, other) and torch.equal(row, model.generate([prompt], 2 * LENGTH)[0])
+        assert torch.equal(row[: len(prompt)], prompt) and len(row) == len(prompt) + 2 * LENGTH
+    first = found[0]
     with torch.no_grad():
-        chosen = [model.eval()(text[None, max(0, i - LENGTH) : i])[0, -1].argmax() for i in range(3, len(text))]
-    assert torch.equal(text[3:], torch.stack(chosen))
+        chosen = [model.eval()(first[None, max(0, i - LENGTH) : i])[0, -1].argmax() for i in range(3, len(first))]
+    assert torch.equal(first[3:], torch.stack(chosen))
 
 
 def test_sampling_takes_the_usual_arguments():
@@ -328,7 +310,7 @@ def test_a_text_stops_at_its_end_token():
     assert found.shape[1] == 3 + max(lasts)
     for row, all_of_it, last in zip(found, free, lasts, strict=True):
         assert torch.equal(row[: 3 + last], all_of_it[: 3 + last]) and (row[3 + last :] == end).all()
-    assert [len(text) for text in model.generate(list(prompt), 10, eos_token_id=end)] == [3 + last for last in lasts]
+    assert [len(row) for row in model.generate(list(prompt), 10, eos_token_id=end)] == [3 + last for last in lasts]
 
 
 @pytest.mark.parametrize(
@@ -338,5 +320,5 @@ def test_a_text_stops_at_its_end_token():
 def test_without_a_cache_every_token_evaluates_the_whole_sequence(settings, message):
     model = small("language", **settings)
     with pytest.warns(UserWarning, match=f"whole sequence: {message}"):
-        text = model.generate([[3, 4]], 4)[0]
-    assert torch.equal(text, model.generate([[3, 4]], 4, use_cache=False)[0])
+        found = model.generate([[3, 4]], 4)[0]
+    assert torch.equal(found, model.generate([[3, 4]], 4, use_cache=False)[0])
