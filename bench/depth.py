@@ -13,6 +13,7 @@ The float64 state of the paper loses up to 2 N log2((1 + beta) / |1 - beta|) bit
 is an integer whose remainders are kept, and loses none.
 """
 
+import functools
 import subprocess
 import sys
 import warnings
@@ -113,8 +114,8 @@ def measure(results, quick):
         single = (1, *SHAPE[1:])
         expected = step(METHODS["stored graph"], n, *problem(single, torch.float64))
         for name, method in METHODS.items():
-            given = problem(SHAPE)
-            results.add("depth", name, n, "bytes", [peak_memory(lambda: step(method, n, *given), DEVICE)])
+            run = functools.partial(step, method, n, *problem(SHAPE))
+            results.add("depth", name, n, "bytes", [peak_memory(run, DEVICE)])
             error = distance(step(method, n, *problem(single)), expected)
             results.add("depth", name, n, "gradient error", [error])
             if name.startswith("revdeq"):
