@@ -93,8 +93,9 @@ def supervised_by_steps(model, z, x, target, calls):
 
 
 def supervised_by_aux(model, z, x, target, calls):
-    def f(z, x, evaluation):  # even evaluations read z, odd ones y
-        return model.block(z, x), model.loss(z, target) if evaluation % 2 == 0 else z.new_zeros(())
+    def f(z, x, evaluation):  # even evaluations read z, odd ones y, and the first one z0
+        reads_z = evaluation > 0 and evaluation % 2 == 0
+        return model.block(z, x), model.loss(z, target) if reads_z else z.new_zeros(())
 
     solution = revdeq.solve(f, z, x, max_steps=calls // 2, aux=True, indexed=True, **OPTIONS)
     return solution.aux + model.loss(solution.z, target)
