@@ -166,7 +166,7 @@ def picture(results):
         axes.set(title=title, xlabel="calls of the block")
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=8)
-    panels[0].set_ylabel("peak memory, MiB")
+    panels[0].set(ylabel="peak memory, MiB", ylim=(2, 1000))  # with room for the legends
     return figure
 
 
