@@ -187,7 +187,7 @@ def measured(task, folder, out):
         changed = training.restored(out / "last.pt", folder, changes)
         return training.evaluate(changed.model, changed.dataset, split, changed.preset.training).metric
 
-    larger = solved(study.sizes[-2], depths[-1], found.dataset.validation) if study.sizes else final["metric"]
+    larger = solved(study.sizes[-2], depths[-1], "valid") if study.sizes else final["metric"]
     row = {
         "run": task.name,
         **task._asdict(),

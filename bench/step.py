@@ -13,6 +13,7 @@ in float64. For implicit and phantom gradients, which approximate that of the fi
 """
 
 import functools
+import warnings
 
 import forty_lines
 import torch
@@ -137,6 +138,7 @@ def timed(names, block, budget, clock):
 
 
 def measure(results, quick):
+    warnings.simplefilter("ignore", revdeq.ConvergenceWarning)  # 8 steps are few for an implicit gradient
     clock = one_thread()
     names = QUICK if quick else tuple(METHODS)
     for block in BLOCKS:
