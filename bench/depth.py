@@ -4,7 +4,7 @@
     python bench/depth.py --quick    # three depths
 
 memory: the largest number of bytes in tensors that were alive at the same time.
-resident: the peak of the process's resident memory during three steps, in a fresh process with the default malloc.
+resident: the peak of the process's resident memory during two steps, in a fresh process with the default malloc.
 reconstruction error: of what f reads in the backward pass against what it read in the forward pass, relative, the
     worst of all evaluations. 0 is bit for bit.
 gradient error: relative, over all parameters, against a stored graph in float64. Every method computes in float32.
@@ -13,6 +13,7 @@ The float64 state of the paper loses up to 2 N log2((1 + beta) / |1 - beta|) bit
 is an integer whose remainders are kept, and loses none.
 """
 
+import functools
 import subprocess
 import sys
 import warnings
@@ -37,7 +38,13 @@ QUANTITIES = {
     "reconstruction error": "reconstruction error",
     "gradient error": "gradient error",
 }
-COLORS = {"stored graph": "#8a8f98", "checkpoint": "#f2a541", "revdeq": "#2f7ed8", "revdeq, exact state": "#13b5b1"}
+LOOKS = {
+    "stored graph": ("#8a8f98", {"marker": "o", "markersize": 10, "fillstyle": "none"}),
+    "checkpoint": ("#f2a541", {"marker": "s", "markersize": 6, "fillstyle": "none"}),
+    "revdeq": ("#2f7ed8", {"marker": "o", "markersize": 4, "label": "revdeq, float64 state (default)"}),
+    "revdeq, exact state": ("#13b5b1", {"marker": "x", "markersize": 8}),
+}
+"""Lines that coincide can be told apart by their markers."""
 
 
 def by_revdeq(state):
@@ -100,7 +107,7 @@ def resident(name, n):
 def print_resident(name, n):
     torch.set_num_threads(1)
     f, x, seed = problem(RESIDENT_SHAPE)
-    for _ in range(3):
+    for _ in range(2):
         step(METHODS[name], n, f, x, seed)
     (peak,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
     print(1024 * int(peak.split()[1]))  # getrusage would include the parent's
@@ -113,8 +120,8 @@ def measure(results, quick):
         single = (1, *SHAPE[1:])
         expected = step(METHODS["stored graph"], n, *problem(single, torch.float64))
         for name, method in METHODS.items():
-            given = problem(SHAPE)
-            results.add("depth", name, n, "bytes", [peak_memory(lambda: step(method, n, *given), DEVICE)])
+            run = functools.partial(step, method, n, *problem(SHAPE))
+            results.add("depth", name, n, "bytes", [peak_memory(run, DEVICE)])
             error = distance(step(method, n, *problem(single)), expected)
             results.add("depth", name, n, "gradient error", [error])
             if name.startswith("revdeq"):
@@ -142,21 +149,24 @@ def table(results):
 def picture(results):
     """Memory and the error of the gradient by depth."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
     memory, error = figure.subplots(1, 2)
-    for name, color in COLORS.items():
-        for axes, quantity, scale in ((memory, "bytes", 2**-20), (error, "gradient error", 1)):
+    for axes, quantity, scale in ((memory, "bytes", 2**-20), (error, "gradient error", 1)):
+        for name, (color, look) in LOOKS.items():
             found = results.by_size("depth", name, quantity)
-            axes.plot(list(found), [scale * v for v in found.values()], "o-", color=color, label=name, markersize=4)
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.xaxis.set_major_formatter("{x:g}")
-            axes.set_xlabel("steps N (2 N evaluations of f)")
-            axes.grid(alpha=0.25)
+            axes.plot(list(found), [scale * v for v in found.values()], color=color, **{"label": name, **look})
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel("steps N (2 N evaluations of f)")
+        axes.grid(alpha=0.25)
+    memory.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     memory.yaxis.set_major_formatter("{x:g}")
     memory.set_title("peak memory of a training step, MiB")
-    error.set_title("error of the gradient, relative")
+    error.set_title("relative error of the gradient")
     figure.legend(*memory.get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
     return figure
 

@@ -58,14 +58,9 @@ class Results:
                 writer.writerow(asdict(row).values())
         self.rows.append(row)
 
-    def row(self, benchmark: str, method: str, size: int, quantity: str) -> Row | None:
-        wanted = benchmark, method, size, quantity
-        return next((r for r in self.rows if (r.benchmark, r.method, r.size, r.quantity) == wanted), None)
-
     def median(self, benchmark: str, method: str, size: int, quantity: str) -> float:
         """NaN if it was not measured."""
-        row = self.row(benchmark, method, size, quantity)
-        return float("nan") if row is None else row.p50
+        return self.by_size(benchmark, method, quantity).get(size, float("nan"))
 
     def by_size(self, benchmark: str, method: str, quantity: str) -> dict[int, float]:
         """Medians, in the order of the sizes."""

@@ -1,208 +1,235 @@
-"""The half-steps, as the solver calls them, compared with unfused PyTorch and with a plain copy of the same bytes.
+"""The fused half-step and its inverse beside unfused PyTorch, torch.compile and a copy of the same bytes.
 
-    pytest bench/test_update.py
+    pytest bench/test_update.py --quick    # less than a minute; all sizes without --quick
 
-A provider is timed only after its result has been checked against the reference. pytest-benchmark's own table
-has only the fused half-step; the table of ratios after it is from interleaved runs of all providers.
+Every provider is checked against plain PyTorch before it is timed. The numbers are from rounds in which the providers
+take turns: `extra_info` of pytest-benchmark's JSON has the time over fused and GB/s, and the table at the end shows the
+former. The rounds of its own table and of --benchmark-compare are made one provider after the other. Freed memory is
+kept: otherwise the time of unfused updates is that of the system's page faults.
 """
 
 import functools
-import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
-from table import device
-from turns import ratio, take_turns
+from table import device, markdown
+from turns import one_thread, ratio, ratios, take_turns
 
 from revdeq import kernels
-from revdeq.kernels import Coefficients, Radix, reference, reference_exact
 
 DEVICE = device()
-STEP, RADIX = Coefficients.rounded(0.8), Radix.nearest(0.8, 24)
-BETA = STEP.b
+BETA = torch.tensor(0.8).item()
+"""A float32 number, so that plain PyTorch uses the same coefficients as the kernels, which round it."""
+ALPHA = 1 - BETA
+DIRECTIONS = ("forward", "backward")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # the compiler's own
-PART = 2**18
-LARGE = 2**20
-"""The largest size of a quick run. Larger sizes have fewer rounds."""
-NOTHING_TO_COMPARE = "the result differs from the reference, so its time means nothing"
+SIZES, QUICK_SIZES, BFLOAT16_SIZES = (10, 12, 14, 16, 18, 20, 22, 24), (12, 20), (14, 22)
+PROVIDERS = ("fused", "unfused", "unfused, in place", "torch.compile", "in the solver", "exact state", "copy")
+CLOCK = one_thread()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # the compiler's own
+    pytest.mark.benchmark(timer=CLOCK),
+]
 
 
-def data(n, dtype):
-    generator = torch.Generator().manual_seed(0)
+@dataclass(frozen=True)
+class Case:
+    """direction: forward or backward. exponent: log2 of the number of elements."""
 
-    def random(dtype):
-        part = torch.randn(min(n, PART), generator=generator, dtype=torch.float64).to(DEVICE, dtype)
-        return part.repeat(n // len(part))
+    direction: str
+    dtype: str
+    exponent: int
 
-    return random(torch.float64), random(dtype), random(dtype), random(torch.float32), random(dtype)
+    @property
+    def title(self):
+        return f"half-step, {self.direction}, {self.dtype}"
+
+    @property
+    def bytes_moved(self):
+        """The least that the computation reads and writes."""
+        size = DTYPES[self.dtype].itemsize
+        per_element = 2 * 8 + 2 * size if self.direction == "forward" else 2 * 8 + 2 * 4 + 4 * size
+        return per_element * 2**self.exponent
 
 
-def in_parts(*tensors):
-    """Parts whose temporaries fit into the cache, so that checks take less time than measurements."""
-    return zip(*(x.split(PART) for x in tensors), strict=True)
+def cases(quick):
+    sizes = {"float32": QUICK_SIZES if quick else SIZES, "bfloat16": () if quick else BFLOAT16_SIZES}
+    return [Case(d, dtype, k) for d in DIRECTIONS for dtype in DTYPES for k in sizes[dtype]]
 
 
-def agree(result, expected, tolerance=0.0):
-    return all(torch.allclose(x, y, rtol=tolerance, atol=tolerance) for x, y in in_parts(result, expected))
+def pytest_generate_tests(metafunc):
+    chosen = cases(metafunc.config.getoption("--quick"))
+    names = [f"{case.direction}-{case.dtype}-{case.exponent}" for case in chosen]
+    metafunc.parametrize("measured", chosen, indirect=True, scope="module", ids=names)
 
 
-def copying(bytes_read):
-    source, target = (torch.ones(bytes_read // 4, device=DEVICE) for _ in range(2))
-    return lambda: target.copy_(source)
+def unfused_forward(y, f):
+    y = ALPHA * y + BETA * f.double()
+    return y, y.to(f.dtype)
+
+
+def in_place_forward(y, f, read):
+    y.mul_(ALPHA).add_(f.double().mul_(BETA))
+    read.copy_(y)
+
+
+def unfused_backward(y, f, adjoint, vjp):
+    y, adjoint = (y - BETA * f.double()) / ALPHA, ALPHA * adjoint + BETA * vjp.float()
+    return y, y.to(f.dtype), adjoint, adjoint.to(f.dtype)
+
+
+def in_place_backward(y, f, adjoint, vjp, read, seed):
+    y.sub_(f.double().mul_(BETA)).div_(ALPHA)
+    read.copy_(y)
+    adjoint.mul_(ALPHA).add_(vjp.float() * BETA)
+    seed.copy_(adjoint)
 
 
 @functools.cache
-def compiles(dtype):
-    """Whether torch.compile compiles functions of a dtype. If a GPU only emulates bfloat16, it does not."""
-    if dtype != torch.bfloat16 or DEVICE.type != "cuda":
-        return True
-    return torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-@functools.cache  # torch.compile itself takes a millisecond
 def compiled(function):
     return torch.compile(function, dynamic=True)
 
 
-def naive_forward(state, f):
-    y = (1 - BETA) * state + BETA * f.double()
-    return y, y.to(f.dtype)
+def forward(y, f, *rest):
+    """What each provider does with tensors of its own, and returns: the new state, and what f reads next."""
 
+    def by(update):
+        state, read = y.clone(), torch.empty_like(f)
 
-def in_place_forward(state, f, copy):
-    state.mul_(1 - BETA).add_(f.double().mul_(BETA))
-    copy.copy_(state)
+        def run():
+            update(state, f, read)
+            return state, read
 
+        return run
 
-def forward(n, dtype):
-    """The providers, whose results are checked, and the bytes that each has to move."""
-    state, f, copy, *_ = data(n, dtype)
-    expected, expected_copy = state.clone(), torch.empty_like(copy)
-    for x, g, c in in_parts(expected, f, expected_copy):
-        reference.relax(x, g, None, c, STEP)
+    def fused():
+        state = y.clone()
+        return lambda: (state, kernels.relax(state, f, BETA))
 
-    def check(provider, tolerance=0.0):
-        x, c = state.clone(), torch.empty_like(copy)
-        results = provider(x, c) or (x, c)
-        assert agree(results[0], expected, tolerance), NOTHING_TO_COMPARE
-        assert tolerance or agree(results[1], expected_copy), NOTHING_TO_COMPARE
-
-    half_step = kernels.half_step_for(DEVICE)
-    check(lambda x, c: half_step(x, c).relax(f, None, STEP))
-    check(lambda x, c: naive_forward(x, f))
-    check(lambda x, c: in_place_forward(x, f, c))
-    if compiles(dtype):
-        check(lambda x, c: compiled(in_place_forward)(x, f, c), 1e-15)  # it may contract a multiply-add
-    fused = half_step(state.clone(), torch.empty_like(copy))
-    integers = exact_half_step(state, f, copy, "relax")
-    in_place = state.clone()
-    providers = {
-        "fused": lambda: fused.relax(f, None, STEP),
-        "fused with norms": lambda: fused.relax_norms(f, None, STEP),
-        "fused, exact state": integers,
-        "unfused": lambda: naive_forward(state, f),
-        "unfused, in place": lambda: in_place_forward(in_place, f, copy),
-        "torch.compile": lambda: compiled(in_place_forward)(in_place, f, copy),
-        "copy": copying(n * (8 + f.element_size())),
+    return {
+        "fused": fused(),
+        "unfused": lambda: unfused_forward(y, f),
+        "unfused, in place": by(in_place_forward),
+        "torch.compile": by(compiled(in_place_forward)),
     }
-    return providers, dict.fromkeys(providers, 2 * n * (8 + f.element_size()))
 
 
-def naive_backward(state, f, adjoint, vjp):
-    y = (state - BETA * f.double()) / (1 - BETA)
-    return y, y.to(f.dtype), (1 - BETA) * adjoint + BETA * vjp.float()
+def backward(y, f, adjoint, vjp):
+    """The same: the state before, what f reads next, its adjoint, and the seed of the next product."""
 
+    def by(update):
+        state, gradient, read, seed = y.clone(), adjoint.clone(), torch.empty_like(f), torch.empty_like(f)
 
-def in_place_backward(state, f, copy, adjoint, vjp):
-    state.sub_(f.double().mul_(BETA)).div_(1 - BETA)
-    copy.copy_(state)
-    adjoint.mul_(1 - BETA).add_(vjp.float() * BETA)
+        def run():
+            update(state, f, gradient, vjp, read, seed)
+            return state, read, gradient, seed
 
+        return run
 
-def backward(n, dtype):
-    """Ours also write the seed of the next product, in the same pass; the others would pass on the adjoint itself."""
-    state, f, copy, adjoint, vjp = data(n, dtype)
-    expected, expected_copy, expected_adjoint = state.clone(), torch.empty_like(f), adjoint.clone()
-    for x, g, c, y, v in in_parts(expected, f, expected_copy, expected_adjoint, vjp):
-        reference.HalfStep(x, c).invert_adjoint(g, y, v, None, STEP, STEP)
+    def fused():
+        state, gradient = y.clone(), adjoint.clone()
 
-    def check(provider, tolerance=0.0):
-        x, c, g = state.clone(), torch.empty_like(copy), adjoint.clone()
-        results = provider(x, c, g) or (x, c, g)
-        assert agree(results[0], expected, tolerance), NOTHING_TO_COMPARE
-        assert tolerance or agree(results[1], expected_copy), NOTHING_TO_COMPARE
-        assert agree(results[2], expected_adjoint, tolerance), NOTHING_TO_COMPARE
+        def run():
+            read, seed = kernels.invert_adjoint(state, f, gradient, vjp, BETA)
+            return state, read, gradient, seed
 
-    half_step = kernels.half_step_for(DEVICE)
-    seed = torch.empty_like(f)
-    check(lambda x, c, g: half_step(x, c).invert_adjoint(f, g, vjp, None, STEP, STEP, seed))
-    assert agree(seed, expected_adjoint.to(dtype)), NOTHING_TO_COMPARE
-    rounding = 0.0 if DEVICE.type == "cpu" else 1e-15  # on GPUs, torch multiplies by the reciprocal of a number
-    check(lambda x, c, g: naive_backward(x, f, g, vjp), rounding)
-    check(lambda x, c, g: in_place_backward(x, f, c, g, vjp), rounding)
-    if compiles(dtype):
-        check(lambda x, c, g: compiled(in_place_backward)(x, f, c, g, vjp), 1e-6)
-    integers = exact_half_step(state, f, copy, "invert_adjoint", adjoint.clone(), vjp, seed)
-    state.zero_(), f.zero_()  # repeated inversion would run into infinity, which is slow on some CPUs
-    fused = half_step(state.clone(), torch.empty_like(copy))
-    in_place, gradient = state.clone(), adjoint.clone()
-    providers = {
-        "fused": lambda: fused.invert_adjoint(f, gradient, vjp, None, STEP, STEP, seed),
-        "fused, exact state": integers,
-        "unfused": lambda: naive_backward(state, f, adjoint, vjp),
-        "unfused, in place": lambda: in_place_backward(in_place, f, copy, gradient, vjp),
-        "torch.compile": lambda: compiled(in_place_backward)(in_place, f, copy, gradient, vjp),
-        "copy": copying(n * (12 + 2 * f.element_size())),
+        return run
+
+    return {
+        "fused": fused(),
+        "unfused": lambda: unfused_backward(y, f, adjoint, vjp),
+        "unfused, in place": by(in_place_backward),
+        "torch.compile": by(compiled(in_place_backward)),
     }
-    seeded = ("fused", "fused, exact state", "copy")
-    moved = {name: n * (2 * 8 + 2 * 4 + (3 + (name in seeded)) * f.element_size()) for name in providers}
-    return providers, moved
 
 
-def exact_half_step(x, f, copy, operation, *more):
-    """A half-step of the integer state, checked against its reference. It is always the first one, so that no remainder
-    is spilled. Its bits become meaningless by repetition, which does not change the time."""
+def in_the_solver(state, direction, y, f, adjoint, vjp):
+    """What the solver calls for a state, past torch's dispatcher and without checks. It is checked by the tests."""
+    step = kernels.Radix.nearest(BETA, 24) if state == "exact" else kernels.Coefficients.rounded(BETA)
+    half_step = kernels.half_step_for(DEVICE, state).encoded(y, step)
+    read, gradient, seed = torch.empty_like(f), adjoint.clone(), torch.empty_like(f)
 
-    def call(half_step, f, *more):
-        half_step.done = 0 if operation == "relax" else 1
-        if operation == "relax":
-            half_step.relax(f, None, RADIX)
-        else:
-            adjoint, vjp, seed = more
-            half_step.invert_adjoint(f, adjoint, vjp, None, RADIX, RADIX, seed)
+    def relax():
+        half_step.done = 0  # never spills a remainder; the bits become meaningless, which does not change the time
+        half_step.relax(f, None, read)
 
-    def bound(half_step, x, f, copy, *more):
-        state = reference_exact.encode(x, RADIX)
-        bound_step = half_step(state, torch.empty_like(copy), [RADIX])
-        call(bound_step, f, *(y.clone() for y in more))
-        return bound_step
+    def invert_adjoint():
+        half_step.done = 1
+        half_step.invert_adjoint(f, None, read, gradient, vjp, None, seed)
 
-    ours = bound(kernels.half_step_for(DEVICE, "exact"), x, f, copy, *more)
-    for state, result, *part in in_parts(ours.state, ours.copy, x, f, copy, *more):
-        expected = bound(reference_exact.HalfStep, *part)
-        assert torch.equal(state, expected.state) and torch.equal(result, expected.copy), NOTHING_TO_COMPARE
-    return lambda: call(ours, f, *more)
+    return relax if direction == "forward" else invert_adjoint
 
 
-DIRECTIONS = {"forward": forward, "backward": backward}
+IN_THE_SOLVER = {"in the solver": "float64", "exact state": "exact"}
 
 
-@pytest.mark.parametrize("exponent", range(10, 27, 2))
-@pytest.mark.parametrize(("direction", "dtype"), [*itertools.product(DIRECTIONS, DTYPES)])
-def test_half_step(benchmark, table, quick, direction, dtype, exponent):
-    n = 2**exponent
-    if quick and n > LARGE:
-        pytest.skip("left out of a quick run")
-    if dtype == "bfloat16" and exponent not in (14, 22):
-        pytest.skip("bfloat16 is measured at two sizes only, to save time")
-    providers, moved = DIRECTIONS[direction](n, DTYPES[dtype])
-    if not compiles(DTYPES[dtype]):
-        del providers["torch.compile"]
-    times = take_turns(providers, budget=0.3 if quick else 1.0, rounds=(3, 25) if n > LARGE else (5, 25))
-    for provider, seconds in times.items():
-        table.add(f"{direction} half-step", provider, n, "seconds", seconds, dtype, moved[provider])
-    benchmark.group = f"{direction}, {dtype}, 2^{exponent}"
-    benchmark.extra_info["seconds"] = min(times["fused"])
-    benchmark.extra_info["ratios"] = {name: ratio(times[name], times["fused"]) for name in times}
-    benchmark.pedantic(providers["fused"], rounds=3)
+def providers(case):
+    """Functions by provider, checked."""
+    generator, n = torch.Generator().manual_seed(0), 2**case.exponent
+    types = torch.float64, DTYPES[case.dtype], torch.float32, DTYPES[case.dtype]
+    data = [torch.randn(n, generator=generator).to(DEVICE, dtype) for dtype in types]
+    make = forward if case.direction == "forward" else backward
+    expected = make(*data)["unfused"]()
+    for name, run in make(*data).items():
+        # A compiler may contract a multiply-add, and a GPU divides by multiplying: a few roundings of the result.
+        close = 0.0 if name == "fused" and DEVICE.type == "cpu" else 4 * torch.finfo(DTYPES[case.dtype]).eps
+        for found, wanted in zip(run(), expected, strict=True):
+            assert torch.allclose(found, wanted, rtol=close, atol=close), f"{name} is wrong"
+    if case.direction == "backward":  # repeated inversion would run into infinity, which is slow on some CPUs
+        data[0].zero_(), data[1].zero_()
+    source, target = (torch.ones(case.bytes_moved // 8, device=DEVICE) for _ in range(2))
+    ours = {name: in_the_solver(state, case.direction, *data) for name, state in IN_THE_SOLVER.items()}
+    return {**make(*data), **ours, "copy": lambda: target.copy_(source)}
+
+
+@pytest.fixture(scope="module")
+def measured(request, results):
+    """A case, its functions by provider, and their times in turns."""
+    case, quick = request.param, request.config.getoption("--quick")
+    runs = providers(case)
+    times = take_turns(runs, 0.5 if quick else 2.0, rounds=(5, 25), clock=CLOCK)
+    for name, seconds in times.items():
+        results.add(case.title, name, 2**case.exponent, "seconds", seconds)
+        results.add(case.title, name, 2**case.exponent, "time over fused", ratios(seconds, times["fused"]))
+    return case, runs, times
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_half_step(benchmark, measured, provider):
+    case, runs, times = measured
+    benchmark.group = f"{case.title}, 2^{case.exponent}"
+    benchmark.extra_info["time over fused"] = ratio(times[provider], times["fused"])
+    benchmark.extra_info["GB/s"] = case.bytes_moved / sorted(times[provider])[len(times[provider]) // 2] / 1e9
+    benchmark.pedantic(runs[provider], rounds=5, iterations=max(1, round(1e-3 / min(times[provider]))))
+
+
+def table(results):
+    """Times over the fused half-step, by the number of elements."""
+    sizes = sorted({row.size for row in results.rows if row.benchmark.endswith("float32")})
+    rows = []
+    for direction in DIRECTIONS:
+        title = f"half-step, {direction}, float32"
+        fused = [1e6 * results.median(title, "fused", n, "seconds") for n in sizes]
+        rows.append([f"{direction}: fused, microseconds", *(f"{us:.3g}" for us in fused)])
+        for name in ("unfused, in place", "torch.compile", "unfused", "copy", *IN_THE_SOLVER):
+            over = [results.median(title, name, n, "time over fused") for n in sizes]
+            rows.append([f"{direction}: {name}", *(f"{ratio:.1f}x" for ratio in over)])
+    return markdown(["time over the fused half-step", *(f"2^{n.bit_length() - 1}" for n in sizes)], rows)
+
+
+GPUS = {
+    "T4": 320, "A10": 600, "L4": 300, "RTX 3090": 936, "RTX 4090": 1008, "RTX 5090": 1792, "A100 80 GB": 2039,
+    "H100": 3350, "H200": 4800, "B200": 8000, "B300": 8000, "MI300X": 5300,
+}  # fmt: skip
+"""GB/s, from the data sheets."""
+
+
+def predicted(results=None):
+    """What half-steps would take on GPUs, if they ran at the full bandwidth; none was measured."""
+    moved = [Case(direction, "float32", 0).bytes_moved for direction in DIRECTIONS]
+    header = [
+        "**predicted**, picoseconds per element",
+        *(f"{d}: {b} bytes" for d, b in zip(DIRECTIONS, moved, strict=True)),
+    ]
+    return markdown(header, [[name, *(f"{1e3 * b / rate:.1f}" for b in moved)] for name, rate in GPUS.items()])

@@ -1,0 +1,37 @@
+"""Writes the tables of README.md and docs/ from the rows in bench/results: `python bench/pages.py`, after make bench.
+
+A table is between `<!-- numbers: NAME -->` and `<!-- /numbers -->`, where NAME is a benchmark, or one and its function:
+`step` is the table of bench/step.py, `step.short` another.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import run
+from table import Results
+
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+RESULTS = ROOT / "bench" / "results" / "amd-epyc-2-threads"
+"""The measurements that the pages quote."""
+MARKS = re.compile(r"(<!-- numbers: ([\w.]+) -->\n).*?(<!-- /numbers -->)", re.DOTALL)
+
+
+def written(name, folder=RESULTS):
+    """The text for a mark."""
+    if name == "machine":
+        machine = json.loads((folder / "machine.json").read_text())
+        device, torch = machine["device"].split(",")[0], machine["torch"].split("+")[0]
+        return f"Measured on {machine['cores']} cores of an {device} with torch {torch}."
+    benchmark, _, function = name.partition(".")
+    return getattr(run.module(benchmark), function or "table")(Results(folder / f"{benchmark}.csv"))
+
+
+def filled(text, folder=RESULTS):
+    return MARKS.sub(lambda found: f"{found[1]}{written(found[2], folder)}\n{found[3]}", text)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
