@@ -1,176 +1,168 @@
-"""The cost of depth in a looped model, and the growth of its gradients: the numbers of docs/looped.md.
+"""Memory and exactness of a training step against its depth, for the paper's conv block.
 
-    python bench/depth.py                           # some minutes: looped.csv, and pictures of it
+    python bench/depth.py            # two minutes
+    python bench/depth.py --quick    # three depths
 
-depth: peak memory and processor time (interleaved) of a forward and a backward pass with N calls of one block, by each
-method. The block is that of revdeq.examples.recursive, 64 wide, with 8 sequences of 64 tokens.
-plain: how far revdeq.loop is from z <- f(z), for an f that contracts, one that keeps distances, and one that expands.
-growth: the growth of the adjoint over N calls at initialisation, for each gamma.
+memory: the largest number of bytes in tensors that were alive at the same time.
+resident: the peak of the process's resident memory during three steps, in a fresh process with the default malloc.
+reconstruction error: of what f reads in the backward pass against what it read in the forward pass, relative, the
+    worst of all evaluations. 0 is bit for bit.
+gradient error: relative, over all parameters, against a stored graph in float64. Every method computes in float32.
+
+The float64 state of the paper loses up to 2 N log2((1 + beta) / |1 - beta|) bits when it is inverted. The exact state
+is an integer whose remainders are kept, and loses none.
 """
 
-import argparse
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
-import plots
-import table
 import torch
-from torch.utils.checkpoint import checkpoint
-from turns import one_thread, take_turns
+from step import DEVICE, distance, gradient
+from table import main, markdown
+from turns import one_thread
 
 import revdeq
 from revdeq._device import peak_memory
-from revdeq.examples.recursive import Network
+from revdeq.baselines import checkpointed, stored_graph
+from revdeq.models import ConvBlock
 
-DEPTHS = (8, 16, 32, 64, 128)
-CALLS = 4
-"""Calls of the block in a large f, and calls with a gradient if it is truncated."""
-GAMMAS = (1.0, 0.5, 0.25)
-LARGE = 3.4
-"""The factor on the block's weights that makes it expand."""
-PLAIN = (4, 16, 64)
-
-
-class Block(torch.nn.Module):
-    """f(z, x): `calls` calls of one block, each of them checkpointed if asked for."""
-
-    def __init__(self, width, calls=1, checkpointed=False):
-        super().__init__()
-        self.network, self.calls, self.checkpointed = Network(width), calls, checkpointed
-
-    def forward(self, z, x):
-        for _ in range(self.calls):
-            z = checkpoint(self.network, z + x, use_reentrant=False) if self.checkpointed else self.network(z + x)
-        return z
+SHAPE, RESIDENT_SHAPE, BETA = (8, 32, 32, 32), (16, 32, 32, 32), 0.5
+DEPTHS, RESIDENT_DEPTHS = (1, 2, 4, 8, 16, 32, 48, 64), (4, 16, 32, 48)
+QUICK_DEPTHS = (4, 16, 48)
+QUANTITIES = {
+    "bytes": "memory, MiB",
+    "resident bytes": "resident, MiB",
+    "reconstruction error": "reconstruction error",
+    "gradient error": "gradient error",
+}
+COLORS = {"stored graph": "#8a8f98", "checkpoint": "#f2a541", "revdeq": "#2f7ed8", "revdeq, exact state": "#13b5b1"}
 
 
-def stored(block, z, x, depth):
-    for _ in range(depth):
-        z = block(z, x)
-    return z
+def by_revdeq(state):
+    return lambda f, x, n: revdeq.solve(f, torch.zeros_like(x), x, beta=BETA, max_steps=n, state=state).z
 
 
-def truncated(block, z, x, depth):
-    with torch.no_grad():
-        z = stored(block, z, x, depth - CALLS)
-    return stored(block, z, x, CALLS)
+def by_autograd(solver):
+    return lambda f, x, n: solver(f, torch.zeros_like(x), x, beta=BETA, max_steps=n)
 
 
-def reversible(block, z, x, depth):
-    return revdeq.solve(block, z, x, gamma=0.5, max_steps=depth // 2 // block.calls, state="exact").z
-
-
-def plain(block, z, x, depth):
-    return revdeq.loop(block, z, x, times=depth).z
-
-
-PROVIDERS = {
-    "stored graph": (stored, {}),
-    "checkpoint": (stored, {"checkpointed": True}),
-    "truncated, last 4 calls": (truncated, {}),
-    "reversible, f of 4 calls": (reversible, {"calls": CALLS}),
-    "reversible, checkpoint in f": (reversible, {"calls": CALLS, "checkpointed": True}),
-    "reversible": (reversible, {}),
-    "revdeq.loop": (plain, {}),
+METHODS = {
+    "stored graph": by_autograd(stored_graph),
+    "checkpoint": by_autograd(checkpointed),
+    "revdeq": by_revdeq("float64"),
+    "revdeq, exact state": by_revdeq("exact"),
 }
 
 
-def problem(width=64, tokens=64, batch=8, **settings):
+def problem(shape, dtype=torch.float32):
     torch.manual_seed(0)
-    block = Block(width, **settings)
-    return block, torch.randn(batch, tokens, width), torch.randn(batch, tokens, width)
+    f, x, seed = ConvBlock(shape[1]), torch.randn(shape), torch.randn(shape)
+    return f.to(DEVICE, dtype), x.to(DEVICE, dtype).requires_grad_(), seed.to(DEVICE, dtype)
 
 
-def measure_depth(results, depths, clock):
-    print(f"{'':30}{'calls':>6}{'MiB':>10}{'ms':>10}")
-    for depth in depths:
-        runs = {}
-        for name, (loop, settings) in PROVIDERS.items():
-            block, z0, x = problem(**settings)
-
-            def run(loop=loop, block=block, z0=z0, x=x, depth=depth):
-                loop(block, z0, x, depth).square().mean().backward()
-                block.zero_grad()
-
-            runs[name] = run
-        seconds = take_turns(runs, budget=20.0, rounds=(3, 5), clock=clock)
-        for name, run in runs.items():
-            size = peak_memory(run)
-            results.add("looped, depth", name, depth, "seconds", seconds[name])
-            results.add("looped, depth", name, depth, "bytes", [size])
-            middle = table.percentiles(seconds[name])[1]
-            print(f"{name:30}{depth:6}{size / 2**20:10.1f}{1e3 * middle:10.1f}", flush=True)
+def step(method, n, f, x, seed):
+    return gradient(lambda f, x: method(f, x, n), f, x, seed)
 
 
-KINDS = {"contracts": 0.7, "keeps distances": 1.0, "expands": 1.4}
-"""The factor by which f multiplies small distances, roughly."""
+class Compared:
+    """f that records what it reads in the forward pass, and compares it with what it reads in the backward pass."""
+
+    def __init__(self, f):
+        self.f, self.parameters, self.read, self.worst = f, f.parameters, [], 0.0
+        self.turned_back = False
+
+    def __call__(self, z, x):
+        now = z.detach().double()
+        if self.turned_back:
+            before = self.read.pop()
+            self.worst = max(self.worst, ((now - before).norm() / before.norm().clamp(min=1e-300)).item())
+        else:
+            self.read.append(now)
+        return self.f(z, x)
 
 
-class Kind(torch.nn.Module):
-    """tanh(factor U z + x), with U orthogonal. States are small, so that tanh is almost linear."""
-
-    def __init__(self, factor, width=64):
-        super().__init__()
-        self.weight = torch.nn.Parameter(factor * torch.nn.init.orthogonal_(torch.empty(width, width)))
-
-    def forward(self, z, x):
-        return torch.tanh(z @ self.weight.T + x)
+def reconstruction_error(method, n, f, x, seed):
+    compared = Compared(f)
+    z = method(compared, x, n)
+    compared.turned_back = True
+    torch.autograd.grad(z, [x, *f.parameters()], seed)
+    return compared.worst
 
 
-def gradient(loss, f):
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(f.parameters()))])
+def resident(name, n):
+    """In a fresh process."""
+    command = [sys.executable, __file__, "--resident", name, str(n)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def measure_plain(results, seeds=5):
-    print(f"\nrevdeq.loop against z <- f(z)\n{'f':20}{'times':>6}{'distance':>12}{'cosine':>12}{'growth':>12}")
-    for kind, factor in KINDS.items():
-        for times in PLAIN:
-            distances, cosines, growths = [], [], []
-            for seed in range(seeds):
-                torch.manual_seed(seed)
-                f, z0, x, target = Kind(factor), *(0.1 * torch.randn(3, 16, 64))
-                expected, solution = stored(f, z0, x, times), revdeq.loop(f, z0, x, times=times)
-                distances.append(((solution.z - expected).norm() / expected.norm()).item())
-                ours, theirs = (gradient((z * target).sum(), f) for z in (solution.z, expected))
-                cosines.append(torch.nn.functional.cosine_similarity(ours, theirs, 0).item())
-                growths.append(solution.adjoint.growth.item())
-            for quantity, values in (("distance", distances), ("cosine", cosines), ("growth", growths)):
-                results.add(f"looped, plain, {kind}", "revdeq.loop", times, quantity, values)
-            middle = [table.percentiles(values)[1] for values in (distances, cosines, growths)]
-            print(f"{kind:20}{times:6}{middle[0]:12.1e}{middle[1]:12.5f}{middle[2]:12.1e}", flush=True)
+def print_resident(name, n):
+    torch.set_num_threads(1)
+    f, x, seed = problem(RESIDENT_SHAPE)
+    for _ in range(3):
+        step(METHODS[name], n, f, x, seed)
+    (peak,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    print(1024 * int(peak.split()[1]))  # getrusage would include the parent's
 
 
-def measure_growth(results, depths, seeds=3):
-    print(f"\ngrowth of the adjoint\n{'gamma':20}{'calls':>6}{'growth':>12}")
-    for gamma in GAMMAS:
-        for depth in depths:
-            growths = []
-            for seed in range(seeds):
-                torch.manual_seed(seed)
-                block, z0, x = Block(64), *torch.randn(2, 4, 16, 64)
-                with torch.no_grad():
-                    for parameter in block.parameters():
-                        parameter.mul_(LARGE)
-                solution = revdeq.solve(block, z0, x, gamma=gamma, max_steps=depth // 2)
-                (solution.z * torch.randn(4, 16, 64)).sum().backward()
-                growths.append(solution.adjoint.growth.item())
-            results.add("looped, growth", f"gamma {gamma:g}", depth, "growth", growths)
-            print(f"{gamma:<20g}{depth:6}{table.percentiles(growths)[1]:12.1e}", flush=True)
+def measure(results, quick):
+    warnings.simplefilter("ignore", revdeq.ReconstructionWarning)  # the errors are what is measured
+    one_thread()
+    for n in QUICK_DEPTHS if quick else DEPTHS:
+        single = (1, *SHAPE[1:])
+        expected = step(METHODS["stored graph"], n, *problem(single, torch.float64))
+        for name, method in METHODS.items():
+            given = problem(SHAPE)
+            results.add("depth", name, n, "bytes", [peak_memory(lambda: step(method, n, *given), DEVICE)])
+            error = distance(step(method, n, *problem(single)), expected)
+            results.add("depth", name, n, "gradient error", [error])
+            if name.startswith("revdeq"):
+                error = reconstruction_error(method, n, *problem(single))
+                results.add("depth", name, n, "reconstruction error", [error])
+    for n in (RESIDENT_DEPTHS[0], RESIDENT_DEPTHS[-1]) if quick else RESIDENT_DEPTHS:
+        for name in METHODS if DEVICE.type == "cpu" and sys.platform == "linux" else ():
+            results.add("depth", name, n, "resident bytes", [resident(name, n)])
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=table.results_folder() / "looped.csv", help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="two depths")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore", revdeq.ConvergenceWarning)  # growth is what is measured
-    depths = DEPTHS[:2] if arguments.quick else DEPTHS
-    clock, results = one_thread(), table.Table(arguments.out)
-    measure_plain(results)
-    measure_growth(results, depths)
-    measure_depth(results, depths, clock)
-    plots.draw(table.read(arguments.out), arguments.out.parent)
+def table(results):
+    depths = sorted({row.size for row in results.rows})
+    rows = []
+    for quantity, title in QUANTITIES.items():
+        for name in METHODS:
+            found = results.by_size("depth", name, quantity)
+            shown = [f"{found.get(n, float('nan')) / 2**20:.0f}" for n in depths]
+            if "error" in quantity:
+                shown = ["0" if found.get(n) == 0 else f"{found.get(n, float('nan')):.0e}" for n in depths]
+            if found:
+                rows.append([f"{title}: {name}", *shown])
+    return markdown(["conv block, beta .5", *(f"N = {n}" for n in depths)], rows)
+
+
+def picture(results):
+    """Memory and the error of the gradient by depth."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    memory, error = figure.subplots(1, 2)
+    for name, color in COLORS.items():
+        for axes, quantity, scale in ((memory, "bytes", 2**-20), (error, "gradient error", 1)):
+            found = results.by_size("depth", name, quantity)
+            axes.plot(list(found), [scale * v for v in found.values()], "o-", color=color, label=name, markersize=4)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.set_xlabel("steps N (2 N evaluations of f)")
+            axes.grid(alpha=0.25)
+    memory.yaxis.set_major_formatter("{x:g}")
+    memory.set_title("peak memory of a training step, MiB")
+    error.set_title("error of the gradient, relative")
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
+    return figure
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--resident"]:
+        print_resident(sys.argv[2], int(sys.argv[3]))
+    else:
+        main(__doc__, measure, table)

@@ -4,7 +4,7 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -12,34 +12,37 @@ from revdeq import _device
 
 DEVICE = _device.devices()[0]
 Run = Callable[[], Any]
-Name = TypeVar("Name")
+Clock = Callable[[], float]
 
 
 def take_turns(
-    providers: dict[Name, Run],
+    runs: dict[str, Run],
     budget: float,
     least: float = 1e-3,
     rounds: tuple[int, int] = (5, 25),
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[Name, list[float]]:
-    """Seconds per call of each provider, a list with one entry per round. A measurement repeats the call until it takes
-    `least` seconds. The number of rounds is what `budget` seconds allow, clipped to `rounds`. Short calls are warmed
-    up first."""
-    if DEVICE.type != "cpu":  # where the first call may compile
-        for run in providers.values():
-            run()
-    once = {name: _seconds(run, clock) for name, run in providers.items()}
-    for name, run in providers.items():
-        if once[name] < 100 * least:  # the first call was a warm-up
-            once[name] = min(_seconds(run, clock) for _ in range(3))
+    clock: Clock = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds per call of each method, a list with one entry per round.
+
+    A measurement repeats the call until it takes `least` seconds. The number of rounds is what `budget` seconds allow,
+    clipped to `rounds`. Every other round takes the methods in reverse order. The first call of each is a warm-up."""
+    for run in runs.values():
+        run()
+    once = {name: min(_seconds(run, clock, 1) for _ in range(2)) for name, run in runs.items()}
     calls = {name: max(1, round(least / seconds)) for name, seconds in once.items()}
-    expected = sum(calls[name] * once[name] for name in providers)
-    times: dict[Name, list[float]] = {name: [once[name]] if expected > budget else [] for name in providers}
-    left = max(rounds[0], min(rounds[1], int(budget / expected))) - (expected > budget)
-    for _ in range(left):
-        for name, run in providers.items():
-            times[name].append(_seconds(run, clock, calls[name]))
+    expected = sum(calls[name] * once[name] for name in runs)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for i in range(max(rounds[0], min(rounds[1], int(budget / expected)))):
+        for name in runs if i % 2 == 0 else reversed(runs):
+            times[name].append(_seconds(runs[name], clock, calls[name]))
     return times
+
+
+def one_thread() -> Clock:
+    """Switch torch to one thread, and return the clock to use: processor time on a CPU, which excludes other load."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    return time.process_time if DEVICE.type == "cpu" else time.perf_counter
 
 
 def keep_freed_memory() -> None:
@@ -52,14 +55,7 @@ def keep_freed_memory() -> None:
         libc.mallopt(mmap_threshold, 2**25)  # glibc's maximum
 
 
-def one_thread() -> Callable[[], float]:
-    """Switch torch to one thread, and return the clock to use: processor time on a CPU, which excludes other load."""
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    return time.process_time if DEVICE.type == "cpu" else time.perf_counter
-
-
-def _seconds(run: Run, clock: Callable[[], float], calls: int = 1) -> float:
+def _seconds(run: Run, clock: Clock, calls: int) -> float:
     """Seconds per call, with the device synchronized before and after."""
     _device.synchronize(DEVICE)
     start = clock()
@@ -69,11 +65,11 @@ def _seconds(run: Run, clock: Callable[[], float], calls: int = 1) -> float:
     return (clock() - start) / calls
 
 
-def ratios(slower: list[float], faster: list[float]) -> list[float]:
+def ratios(over: list[float], under: list[float]) -> list[float]:
     """Round by round."""
-    return [a / b for a, b in zip(slower, faster, strict=True)]
+    return [a / b for a, b in zip(over, under, strict=True)]
 
 
-def ratio(slower: list[float], faster: list[float]) -> float:
+def ratio(over: list[float], under: list[float]) -> float:
     """The median over the rounds."""
-    return statistics.median(ratios(slower, faster))
+    return statistics.median(ratios(over, under))

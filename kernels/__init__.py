@@ -4,9 +4,9 @@
 `invert_compare` the last backward step, which compares the reconstruction with the initial state. half_step.py
 describes their arguments. All backends compute the same bits:
 
-    state      specification          C                           Triton
-    float64    reference.py           cpu.py, cpu.c               gpu.py
-    integers   reference_exact.py     cpu_exact.py, cpu_exact.c   gpu_exact.py
+    state      specification          C                Triton
+    float64    reference.py           cpu/float64.c    gpu/float64.py
+    integers   reference_exact.py     cpu/exact.c      gpu/exact.py
 
 The backend follows the tensors (backends.py); `REVDEQ_BACKEND=triton|cpu|reference` in the environment or
 `with backend("triton"):` forces one.

@@ -7,17 +7,18 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from . import cpu, cpu_exact, reference, reference_exact
+from . import cpu, reference, reference_exact
+from .half_step import HalfStep
 
+gpu: Any
 try:
-    from . import gpu, gpu_exact
+    from . import gpu
 except ImportError:  # Triton exists on Linux only
-    gpu = gpu_exact = None  # type: ignore[assignment]
+    gpu = None
 
 
 class Trouble(NamedTuple):
@@ -32,7 +33,7 @@ class Backend:
     """An implementation of the half-steps.
 
     devices: the device types that it supports; None is all.
-    states: the module with the `HalfStep` of each state.
+    states: the class of half-steps of each state.
     missing: the trouble if it is not installed. misplaced: the trouble on a device where it does not run.
     repair: what to do if its bits differ from the reference.
     """
@@ -40,7 +41,7 @@ class Backend:
     name: str
     title: str
     devices: tuple[str, ...] | None
-    states: dict[str, ModuleType]
+    states: dict[str, type[HalfStep]]
     missing: Callable[[], Trouble | None]
     misplaced: Callable[[torch.device], Trouble | None]
     repair: str
@@ -53,20 +54,19 @@ class Backend:
 
 
 def _no_triton() -> Trouble | None:
-    if TRITON.states["float64"] is not None:
+    if gpu:
         return None
     return Trouble("Triton is not installed", "install it with `pip install triton` (Linux)")
 
 
 def _not_for_triton(device: torch.device) -> Trouble | None:
-    module: Any = TRITON.states["float64"]
-    if module.runs_on(device):
+    if gpu.runs_on(device):
         if device.type not in ("cuda", "xpu"):
             return None
-        if why := module.driver_trouble(device.type):
+        if why := gpu.driver_trouble(device.type):
             remedy = "install gcc, python3-dev and the driver of the GPU"
             return Trouble(f"Triton cannot build its driver ({why})", remedy)
-        if why := module.kernel_trouble(device):
+        if why := gpu.kernel_trouble(device):
             remedy = "update Triton and the driver of the GPU"
             return Trouble(f"Triton cannot compile or load its kernels ({why})", remedy)
         return None
@@ -92,7 +92,7 @@ TRITON = Backend(
     "triton",
     "Triton's kernels",
     ("cuda", "xpu"),
-    {"float64": gpu, "exact": gpu_exact},
+    dict(gpu.STATES) if gpu else {},
     _no_triton,
     _not_for_triton,
     "update Triton and the driver",
@@ -101,7 +101,7 @@ C = Backend(
     "cpu",
     "the C kernel",
     ("cpu",),
-    {"float64": cpu, "exact": cpu_exact},
+    {"float64": cpu.HalfStep, "exact": cpu.ExactHalfStep},
     _no_library,
     _not_for_c,
     "rebuild the C kernel (pip install --force-reinstall --no-deps; no -ffast-math or -Ofast in CFLAGS)",
@@ -110,7 +110,7 @@ REFERENCE = Backend(
     "reference",
     "PyTorch's own operations",
     None,
-    {"float64": reference, "exact": reference_exact},
+    {"float64": reference.HalfStep, "exact": reference_exact.HalfStep},
     lambda: None,
     lambda device: None,
     "reinstall torch",
@@ -162,42 +162,39 @@ def half_step_for(device: torch.device, state: str = "float64") -> type[Any]:
 
     Example:
         >>> HalfStep = revdeq.kernels.half_step_for(torch.device("cpu"))
-        >>> bound = HalfStep(torch.zeros(4).double(), torch.zeros(4))
-        >>> bound.relax(torch.ones(4), None, revdeq.kernels.Coefficients.rounded(0.5))
-        >>> bound.copy
+        >>> y = HalfStep(torch.zeros(4).double(), revdeq.kernels.Coefficients.rounded(0.5))
+        >>> y.relax(torch.ones(4), None, copy := torch.empty(4))
+        >>> copy
         tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
-    return backend_for(device, state).states[state].HalfStep
+    return backend_for(device, state).states[state]
 
 
 def backend_for(device: torch.device, state: str = "float64") -> Backend:
-    """The forced backend, or the fastest one that runs there and has this state. The reference has all states."""
+    """The forced backend, or the fastest one that runs there."""
     name = _forced.get()
     if name is None and (setting := os.environ.get("REVDEQ_BACKEND")):
         name = _known(setting, "REVDEQ_BACKEND")
     if name is None:
-        return next(b for b in _meant_for(device, state) if b.trouble_on(device) is None)
+        return next(b for b in _meant_for(device) if b.trouble_on(device) is None)
     if trouble := BACKENDS[name].trouble_on(device):
         raise RuntimeError(f"backend {name!r} is forced, but {trouble.why}: {trouble.remedy}")
-    if state not in BACKENDS[name].states:
-        others = ", ".join(repr(b.name) for b in BACKENDS.values() if state in b.states)
-        raise RuntimeError(f"backend {name!r} is forced, but it has no {state} state: use {others}")
     return BACKENDS[name]
 
 
-def _meant_for(device: torch.device, state: str) -> list[Backend]:
-    return [b for b in BACKENDS.values() if state in b.states and b.is_for(device)]
+def _meant_for(device: torch.device) -> list[Backend]:
+    return [b for b in BACKENDS.values() if b.is_for(device)]
 
 
 def say_once_what_is_missing(device: torch.device, state: str) -> None:
     """Warn once if a slower backend than the one for this device is used."""
     if _forced.get() is None and not os.environ.get("REVDEQ_BACKEND"):
-        _say(device, state)
+        _say(device)
 
 
 @functools.cache
-def _say(device: torch.device, state: str) -> None:
-    best, *others = _meant_for(device, state)
+def _say(device: torch.device) -> None:
+    best, *others = _meant_for(device)
     trouble = best.trouble_on(device)
     if trouble is None or (best is C and cpu.trouble):  # loading a broken library has already warned
         return

@@ -1,45 +1,40 @@
-"""The interface of half-steps, for all states and backends.
-
-A half-step of the reversible iteration updates one state with f of the other:
+"""A half-step of the reversible iteration: one state is updated with f of the other.
 
     y' = (1 - beta) y + beta g(z)        g(z) = (1 - gamma) z + gamma f(z)
 
-that is, y' = a y + b f(z) + c z, with three coefficients, which are arguments of the step.
+that is, y' = a y + b f(z) + c z. The coefficients are constant.
 """
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The dtypes that f may read and return."""
 
 LANES = 256
-ROWS = 16
-"""Norms are summed in chunks of ROWS rows of LANES elements, in memory order: each lane adds its rows in order, and a
+"""Norms are summed in chunks of some rows of LANES elements, in memory order: each lane adds its rows in order, and a
 chunk has LANES partial sums. The order is the same in all backends, and a GPU needs no shared memory and no barrier."""
 
 
-class Linear(Protocol):
-    """The coefficients of y' = a y + b f(z) + c z, for the adjoint."""
+def rows_of(n: int) -> int:
+    """The number of rows of a chunk, for n elements. Few elements have small chunks, or a GPU would be idle."""
+    return 16 if n >= 2**20 else 4
 
-    @property
-    def a(self) -> float: ...
 
-    @property
-    def b(self) -> float: ...
-
-    @property
-    def c(self) -> float: ...
+def chunks_of(n: int) -> int:
+    """The number of chunks of n elements."""
+    return -(-n // (rows_of(n) * LANES))
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The coefficients of a step y' = a y + b f(z) + c z of a float64 state. With c = 0, as in the
-    paper, z is not read.
+    """The coefficients of a step y' = a y + b f(z) + c z of a float64 state. With c = 0, as in the paper, z is not
+    read.
 
     Args:
         a: The weight of the state itself, 1 - beta.
@@ -87,9 +82,9 @@ def float32(x: float) -> float:
     return ctypes.c_float(x).value
 
 
-def chunk_count(x: Tensor, examples: int = 1) -> int:
-    """The number of chunks of a tensor with this many consecutive examples. No chunk spans two examples."""
-    return examples * -(-x.numel() // (max(examples, 1) * ROWS * LANES))
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of adjoints, where f reads this dtype."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def layout(x: Tensor) -> tuple[int, ...]:
@@ -97,142 +92,115 @@ def layout(x: Tensor) -> tuple[int, ...]:
     return tuple([stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1])
 
 
-def in_order(x: Tensor, like: Tensor) -> Tensor:
-    """x with the memory layout of `like`: x itself, or a copy, at the cost of an additional pass over memory."""
-    if layout(x) == layout(like) and not x.is_neg():
-        return x
-    return torch.empty_like(like, dtype=x.dtype).copy_(x)
-
-
 Adjoints: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""The adjoint of a state, the vector-Jacobian product, the other adjoint and the seed; all None without an adjoint."""
-NO_ADJOINT: Adjoints = (None, None, None, None)
+"""The adjoint of a state, the vector-Jacobian product, the adjoint of the other state and the next seed, or None."""
+NO_ADJOINTS: Adjoints = (None, None, None, None)
 
 
 class HalfStep:
-    """A state and its copy in the dtype of f's input: bound once, stepped many times.
+    """The half-steps of one state, in place, with constant coefficients.
 
-    Every backend has a subclass for each state, with the five operations that reference.py and reference_exact.py
-    specify, each in one pass over memory:
+    Every backend has a subclass for each state, which computes what reference.py and reference_exact.py specify, in one
+    pass over memory. `f_z` is f of the other state, and `z` is what f read, which is used only if gamma is not 1.
+    `copy` receives what f reads next: the new state, in its own dtype. It may be z.
 
-        relax(f, read, step)            the half-step; `read` is what f read, the copy of the other state
-        relax_norms(f, read, step)      the same, with the partial sums of squares
-        invert(f, step)                 its inverse; the copy holds what f read, and receives what it will read next
-        invert_adjoint(f, adjoint, vjp, other, step, adjoint_step, seed)
-                                        the same, with adjoint = a adjoint + b vjp + c other; `seed`, which has the
-                                        layout of the state, receives a copy of the adjoint in its own dtype
-        invert_compare(f, initial, floor, adjoint, vjp, other, step, adjoint_step, seed)
-                                        the last inverse, compared with the initial state instead of stored
+    The adjoints are float64 if f reads float64, and otherwise float32; z, the vector-Jacobian product and the initial
+    state have the copy's dtype. All tensors have the shape and the device of the state, which is dense, and those that
+    are written its memory layout, too. Nothing of this is checked here; operators.py does.
 
-    `read` and `other` are used only if c is not 0. Pass the same `step` and `adjoint_step` objects in every call: a
-    backend may cache what it derives from them.
-
-    With `each`, the examples of a batch take different numbers of half-steps.
-
-    The methods here convert their tensors to the memory layout of the state and drop those that are not used. A backend
-    implements `_relax`, `_relax_norms`, `_invert` and `_compare`.
+    Args:
+        state: The state, float64 or the integers of the exact state.
+        step: `Coefficients`, or for the exact state a `Radix`.
     """
 
-    ends: Tensor | None = None
-    examples: int = 1
-    now: int = 0
-    kept: float = 1.0
+    dtype = torch.float64
+    sums = torch.float64
+    alarm: Tensor | None = None
 
-    def __init__(self, state: Tensor, copy: Tensor) -> None:
-        self.state, self.copy = state, copy
-        self._stride = state.stride()
-        self._partial: Tensor | None = None
-        self.spilled: list[Tensor] = []
+    def __init__(self, state: Tensor, step: Any) -> None:
+        self.state, self.step, self._stride, self._mixes = state, step, state.stride(), step.c != 0
 
-    def write_to(self, copy: Tensor) -> None:
-        """Replace the copy by another tensor with the same layout."""
-        self.copy = copy
+    @classmethod
+    def encoded(cls, x: Tensor, step: Any) -> Self:
+        """The half-steps of a new state with the numbers of x."""
+        return cls(x.to(torch.float64, copy=True), step)
 
-    def each(self, ends: Tensor, now: int, kept: float = 1.0) -> None:
-        """Set the next operation to half-step `now`, counted from 0 over both states. Example i takes the first
-        `ends[i]` half-steps, an even number, in int32. Examples are the first dimension, outermost in memory.
+    def decoded(self, dtype: torch.dtype, rows: Any = ...) -> Tensor:
+        """The numbers of the state, or of some of its rows, as f reads them."""
+        return self.state[rows].to(dtype, copy=True)
 
-        An example that has ended is frozen: its state does not change and is written to the copy, and its sums are 0.
-        In the backward pass, the adjoint of state `now` - 1 is multiplied by a if half-step `now` + 1 moved the
-        example, and otherwise by `kept`. `other` is added only if half-step `now` moved it. The seed, which must be
-        given, is 0 if half-step `now` - 1 did not. `invert_compare` is for the first two half-steps, which move all
-        examples, and takes no adjoint."""
-        self.ends, self.examples, self.now, self.kept = ends, len(ends), now, kept
+    def duplicate(self) -> Self:
+        """Another object with a copy of the state, so that both can be stepped."""
+        return type(self)(self.state.clone(), self.step)
 
-    def of(self, state: Tensor, copy: Tensor) -> "HalfStep":
-        """The same for other examples: it continues from here, and cannot invert the half-steps before."""
-        return type(self)(state, copy)
+    def relax(self, f_z: Tensor, z: Tensor | None, copy: Tensor) -> None:
+        """The half-step."""
+        self._relax(self.in_order(f_z), self._mixed(z) if self._mixes else None, copy, None)
 
-    def in_order(self, x: Tensor) -> Tensor:
-        """x with the memory layout of the state."""
-        return x if x.stride() == self._stride and not x.is_neg() else in_order(x, self.state)
+    def relax_norms(self, f_z: Tensor, z: Tensor | None, copy: Tensor) -> Tensor:
+        """The half-step. Returns partial sums of the squared changes and of the squared new state: [2, chunks, LANES]
+        numbers."""
+        partial = self.state.new_empty((2, chunks_of(self.state.numel()), LANES), dtype=self.sums)
+        self._relax(self.in_order(f_z), self._mixed(z) if self._mixes else None, copy, partial)
+        return partial
 
-    sums: torch.dtype = torch.float64
-
-    def partial_sums(self) -> Tensor:
-        """The buffer that `relax_norms` fills and returns. The next call overwrites it."""
-        if self._partial is None:
-            chunks = chunk_count(self.state, self.examples)
-            self._partial = self.state.new_empty((2, chunks, LANES), dtype=self.sums)
-        return self._partial
-
-    maxima: Tensor | None = None
-
-    def partial_maxima(self, examples: int = 1) -> Tensor:
-        """The memory that `invert_compare` writes to and returns: `maxima`, if that is given."""
-        if self.maxima is not None:
-            return self.maxima
-        return self.state.new_empty((chunk_count(self.state, examples), LANES), dtype=torch.int32)
-
-    def relax(self, f: Tensor, read: Tensor | None, step: Any) -> None:
-        self._relax(self.in_order(f), self.in_order(read) if step.c and read is not None else None, step)
-
-    def relax_norms(self, f: Tensor, read: Tensor | None, step: Any) -> Tensor:
-        return self._relax_norms(self.in_order(f), self.in_order(read) if step.c and read is not None else None, step)
-
-    def invert(self, f: Tensor, step: Any) -> None:
-        self._invert(self.in_order(f), NO_ADJOINT, step, step)
+    def invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor) -> None:
+        """The inverse of the half-step."""
+        self._invert(self.in_order(f_z), self._mixed(z) if self._mixes else None, copy, NO_ADJOINTS)
 
     def invert_adjoint(
         self,
-        f: Tensor,
+        f_z: Tensor,
+        z: Tensor | None,
+        copy: Tensor,
         adjoint: Tensor,
         vjp: Tensor,
-        other: Tensor | None,
-        step: Any,
-        adjoint_step: Linear,
+        other: Tensor | None = None,
         seed: Tensor | None = None,
     ) -> None:
-        adjoints = adjoint, self.in_order(vjp), other if adjoint_step.c else None, seed
-        self._invert(self.in_order(f), adjoints, step, adjoint_step)
+        """The inverse, and adjoint = a adjoint + b vjp + c other, which is copied to the seed, in the seed's dtype."""
+        adjoints = adjoint, self.in_order(vjp), self._mixed(other) if self._mixes else None, seed
+        self._invert(self.in_order(f_z), self._mixed(z) if self._mixes else None, copy, adjoints)
 
     def invert_compare(
         self,
-        f: Tensor,
+        f_z: Tensor,
+        z: Tensor | None,
         initial: Tensor,
         floor: Tensor,
-        adjoint: Tensor | None,
-        vjp: Tensor | None,
-        other: Tensor | None,
-        step: Any,
-        adjoint_step: Linear,
+        adjoint: Tensor | None = None,
+        vjp: Tensor | None = None,
+        other: Tensor | None = None,
         seed: Tensor | None = None,
     ) -> Tensor:
-        adjoints = NO_ADJOINT
+        """The last inverse, whose result is known: the state is not changed, but compared. Returns the bits of the
+        largest errors, relative to the state or to `floor`, a float32 number: [chunks, LANES]."""
+        adjoints = NO_ADJOINTS
         if adjoint is not None and vjp is not None:
-            adjoints = adjoint, self.in_order(vjp), other if adjoint_step.c else None, seed
-        return self._compare(self.in_order(f), self.in_order(initial), floor, adjoints, step, adjoint_step)
+            adjoints = adjoint, self.in_order(vjp), self._mixed(other) if self._mixes else None, seed
+        maxima = self.state.new_empty((chunks_of(self.state.numel()), LANES), dtype=torch.int32)
+        z = self._mixed(z) if self._mixes else None
+        self._compare(self.in_order(f_z), z, self.in_order(initial), adjoints, floor, maxima)
+        return maxima
 
-    def _relax(self, f: Tensor, read: Tensor | None, step: Any) -> None:
+    def in_order(self, x: Tensor) -> Tensor:
+        """x in the memory layout of the state: x itself, or a copy, at the cost of an additional pass over memory."""
+        if (x.stride() == self._stride or layout(x) == layout(self.state)) and not x.is_neg():
+            return x
+        return torch.empty_like(self.state, dtype=x.dtype).copy_(x)
+
+    def _mixed(self, x: Tensor | None) -> Tensor:
+        if x is None:
+            raise TypeError("gamma is not 1, so that what f read, and the adjoint of the other state, are needed")
+        return self.in_order(x)
+
+    def _relax(self, f_z: Tensor, z: Tensor | None, copy: Tensor, partial: Tensor | None) -> None:
         raise NotImplementedError
 
-    def _relax_norms(self, f: Tensor, read: Tensor | None, step: Any) -> Tensor:
-        raise NotImplementedError
-
-    def _invert(self, f: Tensor, adjoints: Adjoints, step: Any, adjoint_step: Linear) -> None:
+    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints) -> None:
         raise NotImplementedError
 
     def _compare(
-        self, f: Tensor, initial: Tensor, floor: Tensor, adjoints: Adjoints, step: Any, adjoint_step: Linear
-    ) -> Tensor:
+        self, f_z: Tensor, z: Tensor | None, initial: Tensor, adjoints: Adjoints, floor: Tensor, maxima: Tensor
+    ) -> None:
         raise NotImplementedError

@@ -1,7 +1,6 @@
-"""1 - beta as a fraction, and when the remainders of its divisions must be spilled."""
+"""The coefficients of the integer state: 1 - beta as a fraction."""
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -83,55 +82,10 @@ class Radix:
         """The value of the last bit of a number."""
         return 2.0**-self.fraction_bits
 
-    def outgrown(self, bound: int) -> int:
-        """The bound of a remainder after a half-step.
-
-        Args:
-            bound: The bound before it.
-
-        Returns:
-            The bound after it.
-        """
-        return -(-bound // self.p) * self.d
-
-    @property
+    @functools.cached_property
     def free_half_steps(self) -> int:
-        """How many half-steps with this radix fit into a 32-bit remainder."""
-        return _free_half_steps(self)
-
-
-@functools.cache
-def _free_half_steps(radix: Radix) -> int:
-    bound, count = 1, 0
-    while (bound := radix.outgrown(bound)) <= ROOM:
-        count += 1
-    return count
-
-
-class Plan:
-    """The radix of each announced half-step, and before which of them the remainder is spilled."""
-
-    def __init__(self, steps: Sequence[Radix]) -> None:
-        self.steps = steps
-        self._spills: list[bool] = []  # computed on demand: more steps may be announced than taken
-        self._bound = 1
-
-    @classmethod
-    def of_one(cls, step: Radix, spills: bool) -> "Plan":
-        """The plan of a single step, which spills its remainder or does not."""
-        plan = cls([step, step])
-        plan._spills = [spills, spills]
-        return plan
-
-    def spills_before(self, half_step: int) -> bool:
-        while len(self._spills) <= half_step:
-            radix = self.steps[len(self._spills)]
-            spills = radix.outgrown(self._bound) > ROOM
-            self._spills.append(spills)
-            self._bound = radix.outgrown(1 if spills else self._bound)
-        return self._spills[half_step]
-
-    @property
-    def spills(self) -> int:
-        """The total number of spills."""
-        return sum(map(self.spills_before, range(len(self.steps))))
+        """How many half-steps fit into a 32-bit remainder, whose bound each multiplies by d / p, rounded up."""
+        bound, count = self.d, 0
+        while bound <= ROOM:
+            bound, count = -(-bound // self.p) * self.d, count + 1
+        return count

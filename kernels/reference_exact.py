@@ -9,231 +9,162 @@ terms (s = 1 or -1) and F = g in units of 2^-G, rounded to the nearest integer, 
     Y = floor(T / d), R = R d + (T mod d)              Y = floor(U / p), R = R p + (U mod p)
 
 All are integers, so that each inverts the other exactly, for every beta and any number of steps. g is f if gamma = 1,
-and otherwise gamma f + (1 - gamma) z, with z the copy of the other state that f read: in float64 if f or the copy is
-float64, otherwise in float32, with gamma and 1 - gamma rounded to that dtype, and each operation rounded once.
+and otherwise gamma f + (1 - gamma) z, with z what f read: in float64 if f or z is float64, otherwise in float32, with
+gamma and 1 - gamma rounded to that dtype, and each operation rounded once.
 
 R grows by a factor of d / p per half-step. Before it overflows 32 bits, it is spilled to a buffer and restarts from 0.
 
 f reads Y 2^-G, rounded to its dtype. No tensor is float64 unless f's are.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from . import half_step, reference
-from .half_step import LANES, Adjoints, Linear
-from .radix import Plan, Radix
-from .reference import Taking, taking
+from .half_step import LANES, Adjoints
+from .radix import Radix
 
 
-def encode(x: Tensor, radix: Radix) -> Tensor:
-    return integer(x, radix)[0] << 32
+def relaxed(state: Tensor, f_z: Tensor, z: Tensor | None, spilled: bool, step: Radix) -> tuple[Tensor, Tensor, Tensor]:
+    """Y and R after the half-step, and a mask of overflows, of f or of Y."""
+    y, r = parts(state)
+    if spilled:
+        r = torch.zeros_like(r)
+    number, bad = integer(mixed(f_z, z, step), step)
+    t = step.sign * (step.p * y + r % step.p) + step.weight * number
+    y = _floor(t, step.d)
+    return y, _floor(r, step.p) * step.d + t % step.d, bad | (y < -(2**31)) | (y >= 2**31)
 
 
-def integer(g: Tensor, radix: Radix) -> tuple[Tensor, Tensor]:
+def inverted(state: Tensor, f_z: Tensor, z: Tensor | None, step: Radix) -> tuple[Tensor, Tensor]:
+    """Y and R before the half-step."""
+    y, r = parts(state)
+    t = y * step.d + r % step.d
+    u = step.sign * (t - step.weight * integer(mixed(f_z, z, step), step)[0])
+    return _floor(u, step.p), _floor(r, step.d) * step.p + u % step.p
+
+
+def mixed(f_z: Tensor, z: Tensor | None, step: Radix) -> Tensor:
+    """g, from f and what f read."""
+    if z is None:
+        return f_z
+    dtype = torch.float64 if torch.float64 in (f_z.dtype, z.dtype) else torch.float32
+    return step.gamma * f_z.to(dtype) + (1 - step.gamma) * z.to(dtype)
+
+
+def integer(g: Tensor, step: Radix) -> tuple[Tensor, Tensor]:
     """g in units of 2^-G, and a mask of overflows (with 0 in their place)."""
-    scaled = g.to(torch.promote_types(g.dtype, torch.float32)) * 2.0**radix.fraction_bits
-    whole = scaled.round()
+    whole = (g.to(torch.promote_types(g.dtype, torch.float32)) / step.unit).round()
     bad = ~(whole.abs() < 2.0**31)
     return torch.where(bad, 0.0, whole).to(torch.int64), bad
 
 
-def mixed(f: Tensor, read: Tensor | None, radix: Radix) -> Tensor:
-    """g, from f and what f read."""
-    if radix.gamma == 1 or read is None:
-        return f
-    wide = torch.float64 if torch.float64 in (f.dtype, read.dtype) else torch.float32
-    return radix.gamma * f.to(wide) + (1 - radix.gamma) * read.to(wide)
+def decode(y: Tensor, copy: Tensor, step: Radix) -> Tensor:
+    return copy.copy_(y.to(half_step.wide(copy.dtype)) * step.unit)
 
 
-def decode(y: Tensor, copy: Tensor, radix: Radix) -> None:
-    wide = torch.promote_types(copy.dtype, torch.float32)
-    copy.copy_(y.to(wide) * radix.unit)
-
-
-def relax(
-    state: Tensor,
-    f: Tensor,
-    read: Tensor | None,
-    copy: Tensor,
-    spill: Tensor | None,
-    radix: Radix,
-    each: Taking | None = None,
-) -> Tensor:
-    """Returns a mask of overflows, of f or of the new state."""
-    s, p, d = radix.sign, radix.p, radix.d
-    y, r = _unpacked(state, spill)
-    number, bad = integer(mixed(f, read, radix), radix)
-    t = s * (p * y + r % p) + radix.weight * number
-    y = _floor_divide(t, d)
-    after, bad = (y << 32) | (_floor_divide(r, p) * d + t % d), bad | (y < -(2**31)) | (y >= 2**31)
-    if each is not None:  # a frozen example keeps its remainder
-        after, bad = torch.where(each.moves, after, state), bad & each.moves
-    state.copy_(after)
-    decode(y if each is None else after >> 32, copy, radix)
-    return bad
-
-
-def previous(state: Tensor, f: Tensor, read: Tensor, spill: Tensor | None, radix: Radix) -> tuple[Tensor, Tensor]:
-    """Y and R before the half-step; `spill` has the remainders that it spilled."""
-    s, p, d = radix.sign, radix.p, radix.d
-    y, r = _unpacked(state, None)
-    t = y * d + r % d
-    u = s * (t - radix.weight * integer(mixed(f, read, radix), radix)[0])
-    r = _floor_divide(r, d) * p + u % p
-    return _floor_divide(u, p), r if spill is None else spill.to(torch.int64) & 0xFFFFFFFF
-
-
-def invert(
-    state: Tensor, f: Tensor, copy: Tensor, spill: Tensor | None, radix: Radix, each: Taking | None = None
-) -> None:
-    """The copy holds what f read, until it is overwritten with the state."""
-    y, r = previous(state, f, copy, spill, radix)
-    before = (y << 32) | r
-    state.copy_(before if each is None else torch.where(each.moves, before, state))
-    decode(y if each is None else state >> 32, copy, radix)
-
-
-def invert_compare(state: Tensor, f: Tensor, read: Tensor, initial: Tensor, floor: Tensor, radix: Radix) -> Tensor:
-    """As in reference.py. A nonzero remainder in the initial state is an error too."""
-    y, r = previous(state, f, read, None, radix)
-    error = (y - integer(initial, radix)[0]).to(torch.float32) * radix.unit + r.to(torch.float32)
-    value = (state >> 32).to(torch.float32) * radix.unit
-    return reference.lane_ratios(error, value, floor)
-
-
-def magnitude_bits(f: Tensor) -> Tensor:
+def magnitude_bits(f_z: Tensor) -> Tensor:
     """The bits of the magnitudes, in their order, with NaN last; never 0."""
-    return f.to(torch.float32).abs().view(torch.int32).clamp(min=1)
+    return f_z.to(torch.float32).abs().view(torch.int32).clamp(min=1)
 
 
-def _unpacked(state: Tensor, spill: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Y and R. With a spill, R is moved there and becomes 0."""
-    r = state & 0xFFFFFFFF
-    if spill is None:
-        return state >> 32, r
-    spill.copy_(r)  # its 32 bits, as an int32
-    return state >> 32, torch.zeros_like(r)
+def parts(state: Tensor) -> tuple[Tensor, Tensor]:
+    """Y and R."""
+    return state >> 32, state & 0xFFFFFFFF
 
 
-def _floor_divide(x: Tensor, divisor: int) -> Tensor:
+def _floor(x: Tensor, divisor: int) -> Tensor:
     return torch.div(x, divisor, rounding_mode="floor")
 
 
 class HalfStep(half_step.HalfStep):
-    """An integer state, its copy in the dtype that f reads, and the announced half-steps.
+    """The half-steps of an integer state.
 
-    steps: the radix of each half-step. Calls must pass the same ones, in this order.
-    spilled: the spilled remainders, 4 bytes per element each, the latest last. If given, this object inverts half-steps
-        instead of taking them.
-    alarm: [half-steps, LANES]: 0, or the magnitude (the bits of a float32) of an f that overflowed or made the state
-        overflow. Results computed from it are meaningless.
+    done: the number of half-steps taken and not inverted.
+    alarm: of LANES int32: 0, or the magnitudes (the bits of a float32) of an f that overflowed or made the state
+        overflow, or of an initial value. What is computed after it is meaningless.
     """
 
+    dtype = torch.int64
     sums = torch.float32
+    alarm: Tensor
 
-    def __init__(
-        self, state: Tensor, copy: Tensor, steps: Sequence[Radix], spilled: list[Tensor] | None = None
-    ) -> None:
-        super().__init__(state, copy)
-        self.plan = Plan(steps)
-        self.done = len(steps) if spilled is not None else 0
-        self.spilled = [] if spilled is None else spilled
-        self._room: list[Tensor] = []
-        taken = len(steps) if spilled is None else 0  # inverses raise no alarm
-        self.alarm = torch.zeros((taken, LANES), dtype=torch.int32, device=state.device)
+    def __init__(self, state: Tensor, step: Radix) -> None:
+        super().__init__(state, step)
+        self.done = 0
+        self.alarm = torch.zeros(LANES, dtype=torch.int32, device=state.device)
+        self._spilled: list[Tensor] = []  # remainders, 4 bytes per element each, the latest last
 
-    @staticmethod
-    def encoded(x: Tensor, like: Tensor, radix: Radix) -> tuple[Tensor, Tensor]:
-        """The state of x, with the layout of `like`, and an alarm as in `alarm`: 0, unless an x does not fit."""
-        number, bad = integer(x, radix)
-        alarm = torch.where(bad, magnitude_bits(x), 0).flatten()
-        state = torch.empty_like(like, dtype=torch.int64).copy_(number << 32)
-        return state, alarm.amax(0, keepdim=True) if x.numel() else alarm
+    @classmethod
+    def encoded(cls, x: Tensor, step: Radix) -> Self:
+        self = cls(torch.empty_like(x, dtype=torch.int64), step)
+        self._encode(self.in_order(x))
+        return self
 
-    @staticmethod
-    def decoded(state: Tensor, dtype: torch.dtype, radix: Radix) -> Tensor:
-        """A state as f reads it."""
-        copy = torch.empty_like(state, dtype=dtype)
-        decode(state >> 32, copy, radix)
-        return copy
+    def decoded(self, dtype: torch.dtype, rows: Any = ...) -> Tensor:
+        state = self.state[rows]
+        return decode(state >> 32, torch.empty_like(state, dtype=dtype), self.step)
 
-    def relax(self, f: Tensor, read: Tensor | None, step: Radix) -> None:
-        super().relax(f, read, step)
-        self.done += 1
-
-    def relax_norms(self, f: Tensor, read: Tensor | None, step: Radix) -> Tensor:
-        partial = super().relax_norms(f, read, step)
-        self.done += 1
-        return partial
-
-    def _is_announced(self, step: Radix) -> None:
-        announced = self.plan.steps[self.done]
-        assert step is announced or step == announced, "this is not the announced step"
-
-    def _put_aside(self, step: Radix) -> Tensor | None:
-        self._is_announced(step)
-        if not self.plan.spills_before(self.done):
-            return None
-        self.spilled.append(self._room.pop() if self._room else torch.empty_like(self.state, dtype=torch.int32))
-        return self.spilled[-1]
-
-    def _take_back(self, step: Radix) -> Tensor | None:
-        self.done -= 1
-        self._is_announced(step)
-        return self.spilled.pop() if self.plan.spills_before(self.done) else None
-
-    def of(self, state: Tensor, copy: Tensor) -> "HalfStep":
-        other = type(self)(state, copy, self.plan.steps)
-        other.plan, other.done, other.alarm = self.plan, self.done, self.alarm
+    def duplicate(self) -> Self:
+        other = super().duplicate()
+        other.done, other.alarm, other._spilled = self.done, self.alarm, [*self._spilled]  # inverses only read them
         return other
 
-    def announce(self, steps: Sequence[Radix]) -> None:
-        """Announce more half-steps."""
-        self.plan.steps = [*self.plan.steps, *steps]
-        self.alarm = torch.cat([self.alarm, self.alarm.new_zeros(len(steps), LANES)])
+    def _spill(self) -> Tensor | None:
+        """Where this half-step spills its remainder."""
+        spills = self.done and self.done % self.step.free_half_steps == 0
+        self.done += 1
+        if not spills:
+            return None
+        self._spilled.append(torch.empty_like(self.state, dtype=torch.int32))
+        return self._spilled[-1]
 
-    def make_room(self) -> None:
-        """Allocate the spills of all announced half-steps."""
-        spills = self.plan.spills
-        try:
-            self._room = [torch.empty_like(self.state, dtype=torch.int32) for _ in range(spills)]
-        except RuntimeError as error:
-            size, steps = 8 * spills * self.state.numel() / 2**30, self.plan.steps
-            raise MemoryError(
-                f"the remainders of {len(steps)} steps at beta = {steps[0].beta:.6g} take {4 * spills} bytes per "
-                f"element of y and of z, {size:.1f} GiB in total, and there is not enough memory: use a smaller beta "
-                "(0.5 needs none up to 32 steps) or fewer steps"
-            ) from error
+    def _take_back(self) -> Tensor | None:
+        """What the half-step that is inverted spilled."""
+        self.done -= 1
+        return self._spilled.pop() if self.done and self.done % self.step.free_half_steps == 0 else None
 
-    def _relax(self, f: Tensor, read: Tensor | None, step: Radix) -> None:
-        spill = self._put_aside(step)
-        self._raise_alarm(f, relax(self.state, f, read, self.copy, spill, step, taking(self)))
+    def _encode(self, x: Tensor) -> None:
+        number, bad = integer(x, self.step)
+        self.state.copy_(number << 32)
+        self._raise_alarm(x, bad)
 
-    def _relax_norms(self, f: Tensor, read: Tensor | None, step: Radix) -> Tensor:
-        """The sums of squares are those of reference.py, but in float32."""
-        before = self.state >> 32
-        self._relax(f, read, step)
-        after = self.state >> 32
-        squares = [(x.to(torch.float32) * step.unit).square() for x in (after - before, after)]
-        return torch.stack([reference.lane_sums(x, taking(self)) for x in squares])
+    def _relax(self, f_z: Tensor, z: Tensor | None, copy: Tensor, partial: Tensor | None) -> None:
+        spill, (before, r) = self._spill(), parts(self.state)
+        y, rest, bad = relaxed(self.state, f_z, z, spill is not None, self.step)
+        if spill is not None:
+            spill.copy_(r)  # its 32 bits, as an int32
+        if partial is not None:
+            for i, x in enumerate((y - before, y)):
+                partial[i] = reference.lane_sums((x.to(torch.float32) * self.step.unit).square())
+        self.state.copy_((y << 32) | rest)
+        decode(y, copy, self.step)
+        self._raise_alarm(f_z, bad)
 
-    def _invert(self, f: Tensor, adjoints: Adjoints, step: Radix, adjoint_step: Linear) -> None:
-        each = taking(self)
-        invert(self.state, f, self.copy, self._take_back(step), step, each)
-        reference.update_adjoint(*adjoints, adjoint_step, each)
+    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints) -> None:
+        y, r = inverted(self.state, f_z, z, self.step)
+        spilled = self._take_back()
+        if spilled is not None:
+            r = spilled.to(torch.int64) & 0xFFFFFFFF
+        self.state.copy_((y << 32) | r)
+        decode(y, copy, self.step)
+        reference.update(adjoints, self.step)
 
     def _compare(
-        self, f: Tensor, initial: Tensor, floor: Tensor, adjoints: Adjoints, step: Radix, adjoint_step: Linear
-    ) -> Tensor:
-        reference.update_adjoint(*adjoints, adjoint_step)
-        return self.partial_maxima().copy_(invert_compare(self.state, f, self.copy, initial, floor, step))
+        self, f_z: Tensor, z: Tensor | None, initial: Tensor, adjoints: Adjoints, floor: Tensor, maxima: Tensor
+    ) -> None:
+        """A nonzero remainder in the initial state is an error too."""
+        y, r = inverted(self.state, f_z, z, self.step)
+        error = (y - integer(initial, self.step)[0]).to(torch.float32) * self.step.unit + r.to(torch.float32)
+        value = (self.state >> 32).to(torch.float32) * self.step.unit
+        maxima.copy_(reference.lane_maxima(error, value, floor))
+        reference.update(adjoints, self.step)
 
-    def _raise_alarm(self, f: Tensor, bad: Tensor) -> None:
+    def _raise_alarm(self, f_z: Tensor, bad: Tensor) -> None:
+        """The alarm of the first lane."""
         if bad.numel():
-            self.alarm[self.done, 0] = torch.where(bad, magnitude_bits(f), 0).max()
-
-    def _find_largest(self, f: Tensor) -> None:
-        self.alarm[self.done, 0] = magnitude_bits(f).max()
+            largest = torch.where(bad, magnitude_bits(f_z), 0).max()
+            self.alarm[0] = torch.maximum(self.alarm[0], largest)

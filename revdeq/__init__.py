@@ -17,7 +17,7 @@ from . import kernels
 from ._solver.check import ConvergenceError, ConvergenceWarning, ReconstructionError, ReconstructionWarning
 from ._solver.layer import RevDEQ
 from ._solver.loop import loop
-from ._solver.options import Exact
+from ._solver.options import Exact, Options
 from ._solver.solve import Solution, solve, steps
 from ._solver.tune import Tuning, tune
 from ._solver.verify import Report, verify
@@ -27,6 +27,7 @@ __all__ = [
     "ConvergenceError",
     "ConvergenceWarning",
     "Exact",
+    "Options",
     "ReconstructionError",
     "ReconstructionWarning",
     "Report",

@@ -169,38 +169,19 @@ def pytest_terminal_summary(terminalreporter, config):
             terminalreporter.write_line(line)
 
 
-def interpreted(original: ModuleType) -> ModuleType:
-    """A second copy of a module whose kernels are interpreted: Triton decides this when it decorates them."""
-    name = f"{original.__name__}_interpreted"
+def interpreted_gpu_package() -> ModuleType:
+    """A second copy of the package whose kernels are interpreted: Triton decides this when it decorates them."""
+    name = f"{backends.gpu.__name__}_interpreted"
     if name not in sys.modules:
-        before = os.environ.get("TRITON_INTERPRET")
-        os.environ["TRITON_INTERPRET"] = "1"
-        try:
-            spec = importlib.util.spec_from_file_location(name, original.__file__)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        finally:
-            os.environ.pop("TRITON_INTERPRET")
-            if before is not None:
-                os.environ["TRITON_INTERPRET"] = before
-        sys.modules[name] = module
-    return sys.modules[name]
-
-
-def interpreted_gpu_module() -> ModuleType:
-    if f"{backends.gpu.__name__}_interpreted" not in sys.modules:
         _convert_bfloat16_as_a_gpu_does()
         _interpret_faster()
-    module = interpreted(backends.gpu)
-    module.passes = interpreted(backends.gpu.passes)
-    return module
-
-
-def interpreted_gpu_exact_module() -> ModuleType:
-    module = interpreted(backends.gpu_exact)
-    module.gpu = interpreted_gpu_module()
-    module.passes = module.gpu.passes
-    return module
+        file = backends.gpu.__file__
+        spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[os.path.dirname(file)])
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def _convert_bfloat16_as_a_gpu_does() -> None:
@@ -240,30 +221,30 @@ def _usable(name):
     return name
 
 
-def _chosen(name, state, interpreted_module):
+def _chosen(name, state):
     """A half-step class to compare with the reference, and the device it runs on."""
     _usable(name)
     if name == "triton" and DEVICE.type == "cpu":
-        return interpreted_module().HalfStep, torch.device("cpu")
-    return backends.BACKENDS[name].states[state].HalfStep, DEVICE if name == "triton" else torch.device("cpu")
+        return interpreted_gpu_package().STATES[state], torch.device("cpu")
+    return backends.BACKENDS[name].states[state], DEVICE if name == "triton" else torch.device("cpu")
 
 
 @pytest.fixture(params=NAMES)
 def half_step(request):
-    return _chosen(request.param, "float64", interpreted_gpu_module)
+    return _chosen(request.param, "float64")
 
 
 @pytest.fixture(params=NAMES)
 def exact_half_step(request):
     """The same for the integer state."""
-    return _chosen(request.param, "exact", interpreted_gpu_exact_module)
+    return _chosen(request.param, "exact")
 
 
 @pytest.fixture(params=NAMES)
 def backend(request, monkeypatch):
     """A backend to force, on CPU tensors."""
     if _usable(request.param) == "triton":
-        modules = interpreted_gpu_module(), interpreted_gpu_exact_module()
-        monkeypatch.setitem(backends.TRITON.states, "float64", modules[0])
-        monkeypatch.setitem(backends.TRITON.states, "exact", modules[1])
+        monkeypatch.setattr(backends, "gpu", interpreted_gpu_package())
+        for state, half_step in backends.gpu.STATES.items():
+            monkeypatch.setitem(backends.TRITON.states, state, half_step)
     return request.param

@@ -7,7 +7,6 @@ better:
     adjoint_k = a adjoint_{k+2} + b vjp_{k+1} + c adjoint_{k+1}
 """
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,75 +20,98 @@ from .state import State, dense
 if TYPE_CHECKING:
     from .iteration import Iteration
 
+Gradients = Sequence[Tensor | None]
+
 
 class BackwardPass:
     """One backward pass through an iteration.
 
-    number: torch's id of the pass. half_steps: those of y and z, whose copy is `read` for both: what the last of them
-    read. at: the number of half-steps that are not yet inverted.
+    number: torch's id of the pass. half_steps: those of y and z. The last inverted half-step read `read`, and half-step
+    at - 1 is the next.
     """
 
-    def __init__(self, iteration: "Iteration", number: int, half_steps: Sequence[list[Any]], read: State) -> None:
-        self._iteration: Iteration = weakref.proxy(iteration)
-        self._precision, self.number = iteration.precision, number
-        self._half_steps, self._read, self._at = half_steps, read, 2 * iteration.steps
-        self._context = iteration.f.as_in_forward()  # read once: it does not change within a pass
+    def __init__(self, iteration: "Iteration", number: int, half_steps: Sequence[list[Any]]) -> None:
+        self.number, self._half_steps, self._at = number, half_steps, 2 * iteration.steps
+        self._f, self._step, self._check = iteration.f, iteration.precision.step, iteration.check
+        self._z0, self._y0, self._norms = iteration.z0, iteration.y0, iteration.norms
+        self._read = [h.decoded(x.dtype).requires_grad_() for h, x in zip(half_steps[0], self._z0, strict=True)]
+        self._context = self._f.as_in_forward()  # read once: it does not change within a pass
         self._saved: list[Tensor] = []  # by evaluation at - 1, if it was repeated,
         self._outputs: State | None = None  # and its outputs
         self._adjoints: tuple[State, State] | None = None  # of y and z, once there is a gradient
-        self._errors: list[Tensor] = []
-        self._floors = [typical_magnitude(x) for x in read] if iteration.check else []
+        self._entering: dict[int, Gradients] = {}
+        self._maxima: list[Tensor] = []
+        self._floors = [typical_magnitude(x) for x in self._read] if self._check else []
+        self._statistics = iteration.statistics
 
-    def at_half_step(self, evaluation: Evaluation, grads: Sequence[Tensor | None]) -> State:
-        """Takes the gradient with respect to the result of half-step k. Returns that with respect to f's outputs."""
-        k = evaluation.k
-        if self._adjoints is None:  # here the gradient begins
-            self.reach(evaluation)
-            assert self._outputs is not None
-            self._adjoints = tuple([torch.zeros_like(x, dtype=_wide(x)) for x in self._read] for _ in range(2))
-            for adjoint, g in zip(self._adjoints[k % 2], grads, strict=True):
-                if g is not None:
-                    adjoint.add_(g, alpha=self._precision.at(k).b)
-            # In their own memory: a hook or custom function in f may modify its gradient in place.
-            seeds = [x.to(out.dtype, copy=True) for x, out in zip(self._adjoints[k % 2], self._outputs, strict=True)]
-        else:
+    def enter(self, k: int, grads: Gradients) -> None:
+        """Take the gradient of a loss with respect to the results of half-steps k and k + 1, of y and z."""
+        size = len(self._read)
+        self._entering[k], self._entering[k + 1] = grads[:size], grads[size:]
+        if self._check is not None and self._adjoints is None:
+            self._statistics.begin(grads)
+
+    def at_half_step(self, evaluation: Evaluation, products: Gradients) -> Gradients:
+        """Take the gradient with respect to the result of half-step k that came through the next evaluation of f. Return
+        that with respect to f's outputs."""
+        k, entering = evaluation.k, self._entering.pop(evaluation.k, ())
+        if self._adjoints is not None:
             if self._at != k + 2:
                 raise RuntimeError(PASSED)
-            seeds = self._undo(k + 1, grads)
+            seeds = self._undo(k + 1, products)
             self._evaluate(evaluation)
-        if k == self._iteration.first:
-            self._compare_start(k)
+            if any(g is not None for g in entering):
+                seeds = self._add(k, entering)
+        elif all(g is None for g in (*entering, *products)):
+            return products
+        else:  # here the gradient begins
+            self.reach(evaluation)
+            self._adjoints = tuple([torch.zeros_like(x, dtype=_wide(x)) for x in self._read] for _ in range(2))
+            for grads in (products, entering):
+                seeds = self._add(k, grads)
+        if k == 0:
+            self._compare_start()
         return seeds
+
+    @property
+    def has_gradient(self) -> bool:
+        return self._adjoints is not None
 
     def reach(self, evaluation: Evaluation) -> None:
         """Have the saved tensors of an evaluation, to which no gradient flows through the half-steps after it."""
         if self._at < evaluation.k + 1 or (self._at > evaluation.k + 1 and self._adjoints is not None):
             raise RuntimeError(PASSED)
         while self._at > evaluation.k + 1:
-            k = self._at - 1
-            self._invert(k, self._evaluate(Evaluation(k, None)))
+            outputs = self._evaluate(Evaluation(self._at - 1))
+            self._invert(self._at - 1, outputs)
             self._went_back()
         self._evaluate(evaluation)
 
     def by_initial(self) -> tuple[State, State]:
         """The gradients with respect to z0 and y0, without that through f(z0)."""
         assert self._adjoints is not None
-        first, second = self._precision.at(0), self._precision.at(1)
-        by_y0 = [x * (first.a / first.b) for x in self._adjoints[0]]
-        by_z0 = [
-            torch.add(z * (second.a / second.b), y, alpha=first.c / first.b)
-            for y, z in zip(*self._adjoints, strict=True)
-        ]
+        kept, mixed = self._step.a / self._step.b, self._step.c / self._step.b
+        by_y0 = [x * kept for x in self._adjoints[0]]
+        by_z0 = [torch.add(z * kept, y, alpha=mixed) for y, z in zip(*self._adjoints, strict=True)]
         return by_z0, by_y0
+
+    def _add(self, k: int, grads: Gradients) -> State:
+        """Add a gradient to the adjoint of the result of half-step k. Return the seeds."""
+        assert self._adjoints is not None and self._outputs is not None
+        for adjoint, g in zip(self._adjoints[k % 2], grads, strict=False):
+            if g is not None:
+                adjoint.add_(g, alpha=self._step.b)
+        # In their own memory: a hook or custom function in f may modify its gradient in place.
+        return [x.to(out.dtype, copy=True) for x, out in zip(self._adjoints[k % 2], self._outputs, strict=True)]
 
     def _evaluate(self, evaluation: Evaluation) -> State:
         """Evaluate f again at the input of evaluation at - 1, unless its tensors exist."""
         if self._outputs is None:
-            outputs = evaluation.outputs
+            outputs = evaluation.take_kept()
             if outputs is None:
                 with self._context():
-                    outputs = evaluation.repeat(self._iteration, self._read)
-            self._saved, evaluation.outputs = evaluation.saved, None
+                    outputs = evaluation.repeat(self._f, self._read)
+            self._saved = evaluation.saved
             if len(outputs) > 1:  # f may return one part of its state as another, which is overwritten first
                 memory = {x.untyped_storage().data_ptr() for x in self._read}
                 outputs = [x.clone() if x.untyped_storage().data_ptr() in memory else x for x in outputs]
@@ -97,25 +119,23 @@ class BackwardPass:
         return self._outputs
 
     def _invert(self, k: int, outputs: State) -> None:
-        for half_step, out in zip(self._half_steps[k % 2], outputs, strict=True):
-            half_step.invert(out, self._precision.at(k))
+        for half_step, out, x in zip(self._half_steps[k % 2], outputs, self._read, strict=True):
+            half_step.invert(out, x, x)
 
-    def _undo(self, k: int, grads: Sequence[Tensor | None]) -> State:
+    def _undo(self, k: int, products: Gradients) -> State:
         """Invert half-step k, and update the other state's adjoint with the product of f in the same pass over memory.
-        Returns the next seeds."""
+        Return the next seeds."""
         assert self._outputs is not None and self._adjoints is not None
-        other, mine = self._adjoints[k % 2], self._adjoints[1 - k % 2]
-        step, adjoint_step = self._precision.at(k), self._precision.adjoint_at(k - 1)
-        products = dense(grads, self._read)
+        mine, other = self._adjoints[1 - k % 2], self._adjoints[k % 2]
         seeds = [torch.empty_like(a, dtype=out.dtype) for a, out in zip(mine, self._outputs, strict=True)]
-        compares = k == 1 and self._iteration.check is not None
-        for i, half_step in enumerate(self._half_steps[k % 2]):
-            adjoints = mine[i], products[i], other[i], step, adjoint_step, seeds[i]
-            if compares:
-                known = self._outputs[i], self._iteration.z0[i], self._floors[i]
-                self._errors.append(half_step.invert_compare(*known, *adjoints))
+        for i, (half_step, product) in enumerate(
+            zip(self._half_steps[k % 2], dense(products, self._read), strict=True)
+        ):
+            out, x, adjoints = self._outputs[i], self._read[i], (mine[i], product, other[i], seeds[i])
+            if k == 1 and self._check is not None:
+                self._maxima.append(half_step.invert_compare(out, x, self._z0[i], self._floors[i], *adjoints))
             else:
-                half_step.invert_adjoint(self._outputs[i], *adjoints)
+                half_step.invert_adjoint(out, x, x, *adjoints)
         self._went_back()
         return seeds
 
@@ -124,20 +144,20 @@ class BackwardPass:
         self._at -= 1
         self._saved.clear()
         self._outputs = None
-        if self._at == 1:  # the initial state is known: use it, not its reconstruction
-            self._read = self._iteration.z0
-            for half_step, x in zip(self._half_steps[0], self._read, strict=True):
-                half_step.write_to(half_step.in_order(x))  # only read from here on
+        if self._at == 1:
+            self._read = self._z0  # it is known: use it, not its reconstruction
 
-    def _compare_start(self, k: int) -> None:
-        """Where the graph begins, check the reconstruction of y0; that of z0 was checked before."""
-        iteration, step = self._iteration, self._precision.at(k)
-        if iteration.check is None or not self._errors:
+    def _compare_start(self) -> None:
+        """At the first half-step, check the reconstruction of y0; that of z0 was checked before."""
+        if self._check is None or not self._maxima:
             return
-        assert self._outputs is not None
-        for half_step, out, x, floor in zip(self._half_steps[0], self._outputs, iteration.y0, self._floors, strict=True):
-            self._errors.append(half_step.invert_compare(out, x, floor, None, None, None, step, step))
-        iteration.check.judge(self._errors, iteration.norms)
+        assert self._outputs is not None and self._adjoints is not None
+        for h, out, x, y, floor in zip(
+            self._half_steps[0], self._outputs, self._read, self._y0, self._floors, strict=True
+        ):
+            self._maxima.append(h.invert_compare(out, x, y, floor))
+        self._statistics.end(self._adjoints, self._step.b)
+        self._check.judge(self._maxima, self._norms, self._statistics)
 
 
 PASSED = (

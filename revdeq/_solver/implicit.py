@@ -4,8 +4,8 @@ At z = f(z, x), a loss with gradient g with respect to z has gradient u df/dx wi
 
     u = J^T u + g        J = df/dz
 
-J^T has the eigenvalues of J, so the beta and gamma that converge fastest in the forward pass do so here. f is evaluated
-once more at the last y, with its graph, and all products use that graph.
+J^T has the eigenvalues of J, so the beta and gamma that converge fastest in the forward pass do so here. The graph of
+the last evaluation of f is stored, and all products use it.
 """
 
 from dataclasses import replace
@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_structure
 
-from .iteration import Iteration, relative_change
+from .iteration import Iteration, refuse_batched, relative_change
 from .precision import precision_for
+from .repeatable import Repeatable
 from .state import State, dense
 
 
 def with_implicit_gradient(iteration: Iteration, y: State, z: State) -> tuple[State, State]:
     """The last y and z, as functions of what f depends on."""
-    with torch.enable_grad():
-        given = [x.detach().requires_grad_() for x in y]
-        outputs = iteration.f(given, 2 * iteration.steps - 1)
-        results = FixedPoint.apply(iteration, given, [*y, *z], *outputs)
+    (given, outputs), iteration.last = iteration.last, ()
+    results = FixedPoint.apply(iteration, given, [*y, *z], *outputs)
     return list(results[: len(y)]), list(results[len(y) :])
 
 
@@ -44,24 +44,34 @@ class FixedPoint(torch.autograd.Function):
         iteration, given, size = ctx.iteration, ctx.given, len(ctx.given)
         if torch.is_grad_enabled():
             raise RuntimeError("revdeq.solve has no second derivative: call backward without create_graph=True")
+        refuse_batched(grads)
         # y and z are the same fixed point, so their gradients add up.
         wide = [torch.promote_types(x.dtype, torch.float32) for x in given]
         by_y, by_z = dense(grads[:size], given), dense(grads[size:], given)
         g = [y.to(dtype) + z.to(dtype) for y, z, dtype in zip(by_y, by_z, wide, strict=True)]
 
-        def mapped(u: State, k: int) -> State:
+        def mapped(u: State) -> State:
             seeds = [u[i].to(ctx.dtypes[i], copy=True) for i, _ in ctx.edges]  # a hook in f may modify them
             edges = [edge for _, edge in ctx.edges]
             products = torch.autograd.grad(edges, given, seeds, retain_graph=True, allow_unused=True)
             return [torch.add(x, v) for x, v in zip(g, dense(products, u), strict=True)]
 
         # The same iteration, without a graph. No step is inverted, so the states are float64.
-        options = replace(iteration.options, gradient="exact", check=None, state="float64")
+        options = replace(iteration.options, gradient="exact", check=None, state="float64", indexed=False)
+        f = Repeatable(mapped, tree_structure(g), (), {}, g[0].device, indexed=False, has_aux=False)
+        adjoint = Iteration(f, g, g, precision_for(options, g[0].device), options, None)
+        norm = torch.stack([x.norm() for x in g]).norm()
+        u = g
         with torch.no_grad():
-            adjoint = Iteration(mapped, g, g, precision_for(options, g), options, None)
-            for _, u, _ in adjoint.run(g, g):
-                pass
-        iteration.statistics.steps, iteration.statistics.change = adjoint.steps, relative_change(adjoint.norms)
-        if iteration.check is not None:
-            iteration.check.judge_adjoint(iteration.statistics.change, torch.stack([x.norm() for x in g]).norm())
+            try:
+                for _, u, _ in adjoint.run(g, g):
+                    pass
+            except FloatingPointError:
+                if norm.isfinite():
+                    raise
+                u = g  # the infinite gradient of a scaled loss is up to its GradScaler
+        if adjoint.steps:
+            iteration.statistics.steps, iteration.statistics.change = adjoint.steps, relative_change(adjoint.norms)
+            if iteration.check is not None:
+                iteration.check.judge_adjoint(iteration.statistics.change, norm)
         return None, None, None, *(x.to(dtype) for x, dtype in zip(u, ctx.dtypes, strict=True))

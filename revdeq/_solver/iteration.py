@@ -11,19 +11,19 @@ everything that f depends on.
 """
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .. import _device
 from .adjoint import BackwardPass
 from .check import Check, Statistics
 from .evaluation import Evaluation
 from .options import Options
-from .precision import Float64, duplicate
+from .precision import Float64
+from .repeatable import Repeatable
 from .state import State, has_memory
 
 NORM_FLOOR = 1e-5
@@ -39,98 +39,112 @@ def relative_change(norms: Tensor) -> Tensor:
 class Iteration:
     """One solve: the states y and z, and what the backward pass needs to invert their steps. It refers to no graph.
 
-    first: the half-step at which the graph begins. steps: the number of steps taken.
-    norms: the squared 2-norms of the last change of z and of z.
+    half_steps: those of y and z, each with its state, until a backward pass uses them up. steps: the number of steps
+    taken. norms: the squared 2-norms of the last change of z and of z. converged: whether tol was reached. last: without a
+    graph of the iteration, the input and output of the last evaluation.
     """
 
     norms: Tensor
+    converged: Any = None
+    last: Any = ()
     Backward = BackwardPass
 
     def __init__(
-        self,
-        f: Callable[[State, int], State],
-        z0: State,
-        y0: State,
-        precision: Float64,
-        options: Options,
-        check: Check | None,
+        self, f: Repeatable, z0: State, y0: State, precision: Float64, options: Options, check: Check | None
     ) -> None:
-        self.f: Any = f
-        self.precision, self.options, self.check = precision, options, check
+        self.f, self.precision, self.options, self.check = f, precision, options, check
         self.z0, self.y0 = [x.detach() for x in z0], [x.detach() for x in y0]
-        steps = options.max_steps
-        exact_steps = 0 if options.gradient == "implicit" else min(steps, options.backward_steps or steps)
-        self.first = 2 * (steps - exact_steps) if torch.is_grad_enabled() else 2 * steps
+        self.has_graph = torch.is_grad_enabled() and options.gradient == "exact"
         self.steps, self.is_running = 0, True
+        self.half_steps: tuple[list[Any], ...] = ()
         self.statistics = Statistics()
-        states = list(map(precision.encoded, self.z0))
-        others = [x.clone() for x in states] if y0 is z0 else list(map(precision.encoded, self.y0))
-        self.half_steps: tuple[list[Any], ...] = tuple(
-            [precision.bound(x, like, which) for x, like in zip(start, self.z0, strict=True)]
-            for which, start in enumerate((others, states))
-        )
-        self._constants = [(x, x._version) for x in (*z0, *y0) if not x.is_inference()]  # until the backward pass
+        given = (*self.z0, *self.y0, *(x for x in f.args if isinstance(x, Tensor)))
+        self._constants = [(x, x._version) for x in given if not x.is_inference()]  # until the backward pass
+        self._kept = collections.deque[Evaluation]()
         self._pass: BackwardPass | None = None
 
     # Forward
 
     def run(self, z: State, y: State, stepwise: bool = False) -> Iterator[tuple[State, State, Any]]:
-        """Take step by step, from z0 and y0 as parts of the graph. Yields y, z and aux as parts of the graph."""
-        tol, kept, aux = self.options.tol, collections.deque[Evaluation](), None
+        """Take step by step, from z0 and y0 as parts of the graph. Yield y, z and aux as parts of the graph."""
+        tol, count, aux = self.options.tol, self.options.max_steps, None
         try:
-            while self.steps < self.options.max_steps:
-                k, last = 2 * self.steps, self.steps == self.options.max_steps - 1
-                y = self._half_step(k, z, y, kept, norms=False)
+            while self.steps < count and not self._has_arrived():
+                k = 2 * self.steps
+                y = self._half_step(k, z, y, norms=False)
                 aux = self._with_aux(None if stepwise else aux)
-                z = self._half_step(k + 1, y, z, kept, norms=stepwise or last or tol is not None)
+                z = self._half_step(k + 1, y, z, norms=stepwise or k + 2 == 2 * count or tol is not None)
                 aux = self._with_aux(aux)
                 self.steps += 1
-                if has_arrived := tol is not None and self._is_close(tol):
-                    self.is_running = False
-                yield y, z, aux
-                if has_arrived:
-                    break
+                if tol is not None:
+                    self.converged = self._is_close(tol)
+                yield *self._results(y, z), aux
             if tol is None:
-                self.precision.check([*self.half_steps[0], *self.half_steps[1]], first=0)
-                if _device.can_look(self.norms) and not self.norms.isfinite().all():
+                self.precision.check(self.half_steps, self.steps)
+                if self.norms.device.type == "cpu" and not self.norms.isfinite().all():
                     raise self._not_finite()
         finally:
             self.is_running = False
 
-    def _half_step(self, k: int, read: State, own: State, kept: Any, norms: bool) -> State:
+    def _half_step(self, k: int, read: State, own: State, norms: bool) -> State:
         """Half-step k, of the state `own`, with f at the state `read`."""
-        if k < self.first:
-            with torch.no_grad():
-                return self.advance(k, read, self.f(read, k), norms)
+        if not self.has_graph:
+            return self._without_graph(k, read, norms)
         evaluation = Evaluation(k, self)
         if self.f.autocasts:
             torch.clear_autocast_cache()  # a cast shared by evaluations would sum their gradients in its precision
-        outputs = evaluation.run(self, read)
-        if k == self.first:
+        outputs = evaluation.run(self.f, read)
+        if k < 2:
             self._constants += evaluation.leaves()
         if self.options.keep:
             evaluation.keep(outputs)
-            kept.append(evaluation)
-            if len(kept) > self.options.keep:
-                kept.popleft().discard()
+            self._kept.append(evaluation)
+            if len(self._kept) > self.options.keep:
+                self._kept.popleft().discard()
         else:
-            evaluation.discard()
+            evaluation.saved.clear()
         return list(half_step(self, evaluation, norms, len(read), *read, *outputs, *(own if k == 0 else ())))
 
+    def _without_graph(self, k: int, read: State, norms: bool) -> State:
+        """f always runs in the caller's grad mode, because it may differentiate, or choose another algorithm without."""
+        self.last = ()
+        given = [x.detach().requires_grad_(torch.is_grad_enabled()) for x in read]
+        outputs = self.f(given, k)
+        if torch.is_grad_enabled():
+            self.last = given, outputs
+        with torch.no_grad():
+            return self.advance(k, given, outputs, norms)
+
     def advance(self, k: int, read: Sequence[Tensor], outputs: Sequence[Tensor], norms: bool) -> State:
-        """The numbers of half-step k. Returns the state in the dtypes that f reads, in new memory, because f may keep
+        """The numbers of half-step k. Return the state in the dtypes that f reads, in new memory, because f may keep
         what it is given."""
-        half_steps, step, partial = self.half_steps[k % 2], self.precision.at(k), []
-        for half_step, out, x in zip(half_steps, outputs, read, strict=True):
-            self.precision.advance(half_step, k % 2)
-            half_step.write_to(torch.empty_like(half_step.copy))
+        if not self.half_steps:
+            self._begin(outputs)
+        copies, partial = [], []
+        for h, out, x in zip(self.half_steps[k % 2], outputs, read, strict=True):
+            copies.append(torch.empty_like(x) if k else torch.empty_like(h.state, dtype=x.dtype))
             if norms:
-                partial.append(half_step.relax_norms(out, x, step).sum((1, 2)))
+                partial.append(h.relax_norms(out, x, copies[-1]).sum((1, 2)))
             else:
-                half_step.relax(out, x, step)
+                h.relax(out, x, copies[-1])
         if norms:
             self.norms = partial[0] if len(partial) == 1 else torch.stack(partial).sum(0)
-        return [h.copy for h in half_steps]
+        return copies
+
+    def _begin(self, outputs: Sequence[Tensor]) -> None:
+        """Create the states, with the memory layout of f's outputs: another would cost a pass over memory every time.
+        A mask is drawn in the order of the memory, so that an f that draws must always see the layout of z0."""
+        like = self.z0 if self.f.draws else outputs
+        self.half_steps = tuple(
+            [self.precision.half_step(x, out) for x, out in zip(start, like, strict=True)]
+            for start in (self.y0, self.z0)
+        )
+
+    def _results(self, y: State, z: State) -> tuple[State, State]:
+        if not self.has_graph:
+            return y, z
+        results = Result.apply(self, 2 * self.steps - 2, *y, *z)
+        return list(results[: len(y)]), list(results[len(y) :])
 
     def _with_aux(self, before: Any) -> Any:
         """Earlier auxiliary outputs and that of the last evaluation."""
@@ -141,13 +155,16 @@ class Iteration:
             return [*(before or ()), aux]
         return aux if before is None else tree_map(torch.add, before, aux)
 
-    def _is_close(self, tol: float) -> bool:
+    def _has_arrived(self) -> bool:
+        return bool(self.converged)
+
+    def _is_close(self, tol: float) -> Any:
         return bool(relative_change(self._arrived_norms().double()) <= tol)
 
     def _arrived_norms(self) -> Tensor:
         """The norms after a step, on the host: the only wait for the device."""
         norms = self.norms.cpu()
-        self.precision.check([*self.half_steps[0], *self.half_steps[1]], first=self.steps - 1)
+        self.precision.check(self.half_steps, self.steps)
         if not norms.isfinite().all():
             raise self._not_finite()
         return norms
@@ -166,43 +183,36 @@ class Iteration:
 
     # Backward, called by the engine
 
-    def backward_pass(self, grads: Sequence[Tensor | None] = ()) -> BackwardPass:
+    def backward_pass(self) -> BackwardPass:
         """The running backward pass, or a new one from the last states."""
         number = torch._C._current_graph_task_id()
-        if self._pass is not None and self._pass.number == number:
-            return self._pass
-        self._refuse(grads)
-        is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        both = self.half_steps
-        read = [self.precision.decoded(h.state, h.copy.dtype).requires_grad_() for h in both[0]]  # as most are for f
-        if is_kept or self.is_running:
-            both = tuple([duplicate(h, x) for h, x in zip(hs, read, strict=True)] for hs in both)
-        else:
-            self.half_steps = ([], [])
-            for h, x in zip((*both[0], *both[1]), (*read, *read), strict=True):
-                h.write_to(x)
-        self._pass = self.Backward(self, number, both, read)
+        if self._pass is None or self._pass.number != number:
+            self._refuse()
+            half_steps = self.half_steps
+            if torch._C._autograd._get_current_graph_task_keep_graph() or self.is_running:
+                half_steps = tuple([h.duplicate() for h in each] for each in half_steps)
+            else:
+                self.half_steps = ()
+            self._pass = self.Backward(self, number, half_steps)
         return self._pass
 
     def end_pass(self) -> None:
         self._pass = None
-        if not self.half_steps[0]:
+        if not self.half_steps:
             del self.f  # free what it captures: there will be no other backward pass
 
-    def _refuse(self, grads: Sequence[Tensor | None]) -> None:
+    def _refuse(self) -> None:
         """Raise if there is no backward pass that is that of the forward pass."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate an "
                 "unrolled iteration"
             )
-        if not self.half_steps[0]:
+        if not self.half_steps:
             raise RuntimeError(
                 "Trying to backward through a solve a second time, but its states were used up: call the first "
                 "backward with retain_graph=True"
             )
-        if not all(g is None or g.layout is not torch.strided or has_memory(g) for g in grads):
-            raise RuntimeError("the gradients are batched (is_grads_batched, vmap): call autograd.grad once for each")
         for x, version in self._constants:
             if x._version != version:
                 raise RuntimeError(
@@ -210,6 +220,11 @@ class Iteration:
                     f"z0, or a tensor that f uses, of shape {tuple(x.shape)}, was changed between the forward and the "
                     "backward pass (by an optimizer step?), so the gradient would be that of a different f"
                 )
+
+
+def refuse_batched(grads: Sequence[Tensor | None]) -> None:
+    if not all(g is None or g.layout is not torch.strided or g._is_zerotensor() or has_memory(g) for g in grads):
+        raise RuntimeError("the gradients are batched (is_grads_batched, vmap): call autograd.grad once for each")
 
 
 class HalfStep(torch.autograd.Function):
@@ -222,25 +237,41 @@ class HalfStep(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.iteration, ctx.evaluation, ctx.rest = iteration, evaluation, len(tensors) - 2 * size
         ctx.set_materialize_grads(False)
-        states = iteration.advance(evaluation.k, tensors[:size], tensors[size : 2 * size], norms)
-        for half_step, x in zip(iteration.half_steps[evaluation.k % 2], iteration.z0, strict=True):
-            half_step.copy = x  # of the same layout, and not the state, because that will refer to the graph
-        return tuple(states)
+        return tuple(iteration.advance(evaluation.k, tensors[:size], tensors[size : 2 * size], norms))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        now = ctx.iteration.backward_pass(grads)
-        seeds = now.at_half_step(ctx.evaluation, grads)
-        by_z0 = by_y0 = [None] * len(grads)
-        if ctx.evaluation.k == ctx.iteration.first:
-            size, needs = len(grads), ctx.needs_input_grad[4:]
-            if ctx.rest and any((*needs[:size], *needs[2 * size :])):
+    def backward(ctx: Any, *products: Tensor | None) -> tuple[Any, ...]:
+        iteration, k = ctx.iteration, ctx.evaluation.k
+        refuse_batched(products)
+        now = iteration.backward_pass()
+        seeds = now.at_half_step(ctx.evaluation, products)
+        size, needs = len(products), ctx.needs_input_grad[4:]
+        by_z0 = by_y0 = [None] * size
+        if k == 0:
+            if now.has_gradient and any((*needs[:size], *needs[2 * size :])):
                 by_z0, by_y0 = now.by_initial()
-            if not ctx.iteration.half_steps[0]:
+            if not iteration.half_steps:
                 ctx.evaluation = None  # its tensors are freed with the nodes of f that need them
-            ctx.iteration.end_pass()
+            iteration.end_pass()
         return None, None, None, None, *by_z0, *seeds, *by_y0[: ctx.rest]
 
 
 half_step = super(torch.autograd.Function, HalfStep).apply
 """Without checks for torch.func transforms, which do not apply here and take 2 us."""
+
+
+class Result(torch.autograd.Function):
+    """y and z of a step as the caller gets them: here the gradient of a loss enters, apart from that which comes through
+    later evaluations of f, with which it would be rounded to the dtype of z0."""
+
+    @staticmethod
+    def forward(ctx: Any, iteration: Iteration, k: int, *states: Tensor) -> tuple[Tensor, ...]:
+        ctx.iteration, ctx.k = iteration, k
+        ctx.set_materialize_grads(False)
+        return tuple([x.detach() for x in states])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        refuse_batched(grads)
+        ctx.iteration.backward_pass().enter(ctx.k, grads)
+        return None, None, *[None] * len(grads)

@@ -1,7 +1,8 @@
 """revdeq.RevDEQ: the reversible equilibrium as a layer."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -9,25 +10,35 @@ from torch.utils._pytree import tree_map
 
 from .check import Statistics
 from .iteration import relative_change
-from .options import NAMES, Options, options_from, with_options
-from .schedule import CLOSEST_TO_1
+from .options import NAMES, Exact, Keywords, Options, options_from
 from .solve import Solution, checked_f, solve, steps
-from .tune import OPTIONS, Tuning, tune
+from .tune import Tuning, tune
 from .unrolled import is_traced
 
 
-class Last(NamedTuple):
-    """Statistics of the last call of a layer, as in `revdeq.Solution`."""
+@dataclass(frozen=True)
+class Last:
+    """What the last call of a layer did: the numbers of its `revdeq.Solution`, without a graph.
+
+    Attributes:
+        steps: The number of steps; with per_example=True, a tensor with an entry per example.
+        nfe: The number of evaluations of f in the forward pass.
+        converged: With a tol, whether it was reached; with per_example=True, for each example. None without.
+        state: "float64" or "exact".
+        adjoint: Statistics of the backward pass, once it has run.
+    """
 
     steps: Any
     nfe: int
+    converged: Any
+    state: str
     adjoint: Statistics
-    norms: Tensor | None = None
-    known: Tensor | None = None
+    norms: Tensor
 
     @property
-    def change(self) -> Tensor | None:
-        return self.known if self.norms is None else relative_change(self.norms)
+    def change(self) -> Tensor:
+        """The relative change of the last step. Reading it may wait for the device."""
+        return relative_change(self.norms)
 
 
 class RevDEQ(nn.Module):
@@ -37,11 +48,11 @@ class RevDEQ(nn.Module):
 
     Args:
         f: A module, which becomes a submodule of the layer, or any callable; it is called as f(z, x, *args).
-        {options}
+        options: The options of `revdeq.solve`, which `revdeq.Options` explains.
 
     Attributes:
-        last: `steps`, `nfe`, `change` and `adjoint` of the last call, as in `revdeq.Solution`, without a graph. None
-            before the first call.
+        last: What the last call did: `steps`, `nfe`, `change`, `converged`, `state` and `adjoint`, as in
+            `revdeq.Solution`, without a graph. None before the first call.
 
     Raises:
         TypeError, ValueError: An option is unknown or invalid.
@@ -53,21 +64,30 @@ class RevDEQ(nn.Module):
         24
     """
 
+    f: Callable[..., Any]
     last: Last | None
+    beta: float
+    gamma: float
+    max_steps: int
+    tol: float | None
+    per_example: bool
+    indexed: bool
+    aux: bool | str
+    state: str | Exact
+    check: str | None
+    gradient: str
+    keep: int
 
-    if TYPE_CHECKING:  # the options are attributes
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    @with_options
-    def __init__(self, f: Callable[..., Any], **options: Any) -> None:
+    def __init__(self, f: Callable[..., Any], **options: Unpack[Keywords]) -> None:
         super().__init__()
         self.f, self.last, self._is_tuned = checked_f(f), None, False
         checked = options_from(options)
         for name in NAMES:
             setattr(self, name, getattr(checked, name))
 
-    def forward(self, x: Any, *args: Any, z0: Any = None, y0: Any = None, max_steps: int | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self, x: Any, *args: Any, z0: Any = None, y0: Any = None, max_steps: int | None = None, **kwargs: Any
+    ) -> Any:
         """The fixed point of f(., x, *args, **kwargs).
 
         Args:
@@ -79,11 +99,12 @@ class RevDEQ(nn.Module):
             kwargs: Keyword arguments for f.
 
         Returns:
-            z, with the structure of z0.
+            z, with the structure of z0; with aux=True, a pair of z and the auxiliary output.
         """
         solution = solve(self.f, _start(x, z0), x, *args, y0=y0, kwargs=kwargs, **self._used(max_steps))
-        if not is_traced():  # it would contain a tensor of the tracer
-            self.last = Last(solution.steps, solution.nfe, solution.adjoint, solution.norms)
+        if not is_traced(solution.z):  # it would contain a tensor of the tracer
+            s = solution
+            self.last = Last(s.steps, s.nfe, s.converged, s.state, s.adjoint, s.norms)
         return solution.z
 
     def steps(
@@ -92,52 +113,64 @@ class RevDEQ(nn.Module):
         """Iterate step by step, like `revdeq.steps`, with the arguments of a call of the layer."""
         return steps(self.f, _start(x, z0), x, *args, y0=y0, kwargs=kwargs, **self._used(max_steps))
 
-    def tune(
-        self, x: Any, *args: Any, z0: Any = None, schedule: bool = False, batches: Sequence[Any] = (), **kwargs: Any
-    ) -> Tuning:
-        """Tune the layer's beta and gamma, or its schedule, for this input by `revdeq.tune`. They are saved with the
-        layer. With torch.distributed, all processes must call it, and get those of the first one.
+    def tune(self, x: Any, *args: Any, z0: Any = None, batches: Sequence[Any] = (), **kwargs: Any) -> Tuning:
+        """Find beta, gamma and the state for this input by `revdeq.tune`, and set them. They are saved with the layer.
+        With torch.distributed, all processes must call it, and get those of the first one.
 
         Args:
             x, args, z0, kwargs: As for a call of the layer.
-            schedule: Whether to find a pair for every half-step.
             batches: More inputs to tune for, each a tuple (x, *args).
 
         Returns:
             A `revdeq.Tuning`, with the result and all trials.
+
+        Raises:
+            RuntimeError: A solve with the result fails; then the layer is as before.
         """
-        options = {name: getattr(self, name) for name in OPTIONS}
-        if abs(1 - self.beta) < CLOSEST_TO_1:  # the search cannot start there
-            options["beta"] = 1 - CLOSEST_TO_1
         more = [(_start(batch[0], None), *batch) for batch in batches]
-        found = tune(self.f, _start(x, z0), x, *args, schedule=schedule, batches=more, kwargs=kwargs, **options)
+        found = tune(self.f, _start(x, z0), x, *args, batches=more, kwargs=kwargs, **self.options)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             shared = [found]
             torch.distributed.broadcast_object_list(shared, src=0)
             (found,) = shared
-        self.use(found.beta, found.gamma, found.schedule)
+        self.use(found.beta, found.gamma, found.state)
         return found
 
-    def use(self, beta: float, gamma: float, schedule: Any = None) -> None:
-        """Set beta, gamma and the schedule, and save them with the layer."""
-        checked = options_from({**self.options, "beta": beta, "gamma": gamma, "schedule": schedule})
-        self.beta, self.gamma, self.schedule, self._is_tuned = checked.beta, checked.gamma, checked.schedule, True
+    def use(self, beta: float, gamma: float, state: str | Exact) -> None:
+        """Set beta, gamma and the state, and save them with the layer."""
+        options_from({**self.options, "beta": beta, "gamma": gamma, "state": state})
+        self.beta, self.gamma, self.state, self._is_tuned = beta, gamma, state, True
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Keywords:
         """The current options, as keyword arguments of `revdeq.solve`."""
-        return {name: getattr(self, name) for name in NAMES}
+        options: Any = {name: getattr(self, name) for name in NAMES}
+        return options
 
-    def _used(self, max_steps: int | None) -> dict[str, Any]:
+    def _used(self, max_steps: int | None) -> Keywords:
         return self.options if max_steps is None else {**self.options, "max_steps": max_steps}
 
     def get_extra_state(self) -> Any:
-        """The tuned coefficients, for `state_dict`."""
-        return (self.beta, self.gamma, self.schedule) if self._is_tuned else None
+        """The tuned coefficients and the number of fraction bits, for `state_dict`."""
+        if not self._is_tuned:
+            return None
+        bits = self.state.fraction_bits if isinstance(self.state, Exact) else None
+        return self.beta, self.gamma, self.state if bits is None else bits
 
     def set_extra_state(self, state: Any) -> None:
-        if state is not None:
-            self.use(*state)
+        """Take the coefficients of a saved layer. Release 0.3 saved a schedule in the place of the state.
+
+        Raises:
+            ValueError: It was saved with a schedule, which is no longer supported.
+        """
+        if state is None:
+            return
+        beta, gamma, kind = state
+        if isinstance(kind, (tuple, list)):
+            raise ValueError(
+                "the layer was saved with a schedule of coefficients, which revdeq 0.4 has not: tune it again"
+            )
+        self.use(beta, gamma, Exact(kind) if isinstance(kind, int) else kind or self.state)
 
     def extra_repr(self) -> str:
         usual = Options()
@@ -145,10 +178,7 @@ class RevDEQ(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
-with_options(RevDEQ)
-
-
-def tune_layers(model: nn.Module, *args: Any, schedule: bool = False) -> dict[str, Tuning]:
+def tune_layers(model: nn.Module, *args: Any) -> dict[str, Tuning]:
     """Tune each layer of a model for the input that it gets when the model is called. Returns the results by name."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, RevDEQ)}
     calls: dict[Any, tuple[Any, Any]] = {}
@@ -162,11 +192,7 @@ def tune_layers(model: nn.Module, *args: Any, schedule: bool = False) -> dict[st
     finally:
         for hook in hooks:
             hook.remove()
-    return {
-        name: layer.tune(*calls[layer][0], **calls[layer][1], schedule=schedule)
-        for name, layer in layers.items()
-        if layer in calls
-    }
+    return {name: layer.tune(*calls[layer][0], **calls[layer][1]) for name, layer in layers.items() if layer in calls}
 
 
 def _start(x: Any, z0: Any) -> Any:
@@ -175,5 +201,7 @@ def _start(x: Any, z0: Any) -> Any:
 
 def _zeros_like(x: Any) -> Tensor:
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"x is of type {getattr(x, 'dtype', type(x))}: if it is no float tensor, pass z0, the initial state")
+        raise TypeError(
+            f"x is of type {getattr(x, 'dtype', type(x))}: if it is no float tensor, pass z0, the initial state"
+        )
     return torch.zeros_like(x, requires_grad=False)

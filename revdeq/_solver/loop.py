@@ -48,5 +48,5 @@ def loop(f: Callable[..., Any], z0: Any, *args: Any, times: int = 16, **options:
         )
     if "max_steps" in options:
         raise TypeError(f"max_steps = {options['max_steps']!r} is times / 2 in revdeq.loop: set times instead")
-    state = "exact" if torch.is_grad_enabled() else "auto"  # which has no limits where no step is inverted
+    state = "exact" if torch.is_grad_enabled() else "float64"  # which has no limits, where no step is inverted
     return solve(f, z0, *args, **{"beta": NEARLY, "state": state, **options}, max_steps=number // 2)

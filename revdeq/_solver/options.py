@@ -1,16 +1,14 @@
-"""The options of a solve: declared, documented and checked here."""
+"""The options of a solve: their names for type checkers and editors, their defaults, and the checks of their values."""
 
 import difflib
 import functools
-import inspect
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any, TypedDict
 
-from ..kernels.half_step import Coefficients
+from ..kernels import Coefficients
 
 
 @dataclass(frozen=True)
@@ -18,11 +16,11 @@ class Exact:
     """The exact state with a custom range. `state="exact"` is `Exact()`.
 
     Args:
-        fraction_bits: The number of fractional bits, of 32, from 1 to 30. Magnitudes must stay below
+        fraction_bits: The number of fractional bits, of 32, from 1 to 40. Magnitudes must stay below
             2^(31 - fraction_bits), and the resolution is 2^-fraction_bits: 128 and 6e-8 with 24 bits.
 
     Raises:
-        ValueError: fraction_bits is not an integer from 1 to 30.
+        ValueError: fraction_bits is not an integer from 1 to 40.
 
     Example:
         >>> revdeq.solve(f, z0, x, state=revdeq.Exact(fraction_bits=20)).state  # magnitudes up to 2048
@@ -32,60 +30,77 @@ class Exact:
     fraction_bits: int = 24
 
     def __post_init__(self) -> None:
-        if type(self.fraction_bits) is not int or not 1 <= self.fraction_bits <= 30:
+        if type(self.fraction_bits) is not int or not 1 <= self.fraction_bits <= 40:
             raise ValueError(
-                f"fraction_bits = {self.fraction_bits!r} must be an integer from 1 to 30; the default is 24"
+                f"fraction_bits = {self.fraction_bits!r} must be an integer from 1 to 40; the default is 24"
             )
+
+
+class Keywords(TypedDict, total=False):
+    """The keywords of `revdeq.solve`, `revdeq.steps`, `revdeq.verify` and `revdeq.RevDEQ`, as `revdeq.Options` explains
+    them."""
+
+    beta: float
+    gamma: float
+    max_steps: int
+    tol: float | None
+    per_example: bool
+    indexed: bool
+    aux: bool | str
+    state: str | Exact
+    check: str | None
+    gradient: str
+    keep: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a solve.
+    """The options of a solve, which are keywords of `revdeq.solve` and attributes of `revdeq.RevDEQ`.
 
     Args:
         beta: The relaxation, in (0, 2) and not 1. Below 1 it tolerates an f that rotates, such as attention; above 1 it
             is faster if f only contracts, as convolutions do. `revdeq.tune` finds a good one.
         gamma: The damping of f, in (0, 3]: f(z) is replaced by (1 - gamma) z + gamma f(z).
-        schedule: A pair (beta, gamma) for each of the first half-steps, or the result of `revdeq.tune(...,
-            schedule=True)`. Later half-steps take beta and gamma.
         max_steps: The number of steps N, each of which evaluates f twice; with a `tol`, the maximum.
         tol: None takes exactly `max_steps` steps and never waits for the device. With tol > 0 the iteration stops after
             the first step whose relative change, `Solution.change`, is at most tol.
-        per_example: With a `tol`, whether each example of a batch (the first dimension of z0) stops separately: its
-            states are frozen, and `Solution.steps` and `Solution.change` have an entry per example.
+        per_example: With a `tol`, whether each example of a batch (the first dimension of z0) stops separately: it
+            keeps its states, and `Solution.steps`, `change` and `converged` have an entry per example.
         indexed: Whether f is called as f(z, *args, evaluation=k), with k = 0 ... 2 * max_steps - 1, in both passes.
         aux: Whether f returns a pair (state, aux). `Solution.aux` is the sum of aux over all evaluations; with
             aux="list", the list of them.
         state: The format of y and z. "float64" is the paper's mixed precision; its reconstruction error grows like
-            |1 - beta|^-N. "exact" stores integers in the same 8 bytes, and its steps lose no bits; magnitudes must stay
-            below 128 (or use `revdeq.Exact(fraction_bits=...)`). "auto" chooses "float64" if that loses at most 32 of
-            its 53 bits, and otherwise "exact", and rounds 1 - beta to a fraction with a denominator of at most 64.
+            |1 - beta|^-N. "exact" stores integers in the same 8 bytes, and its steps lose no bits: 1 - beta is rounded
+            to a fraction, and magnitudes must stay below 128 (or use `revdeq.Exact(fraction_bits=...)`).
         check: What to do if the backward pass fails to reconstruct z0, so that the gradient cannot be trusted: "warn",
             once per calling line, "raise", or None to skip the check.
         gradient: "exact" is the gradient of the iteration that ran. "implicit" is that of the fixed point, by the
             adjoint equation, with the same beta, gamma, max_steps and tol.
         keep: The number of last evaluations whose graphs are stored, so that the backward pass does not evaluate f
             again there.
-        backward_steps: None differentiates all steps. A number k truncates the gradient to the last k steps.
+
+    Raises:
+        TypeError, ValueError: A value is not allowed; the message says which are.
+
+    Example:
+        >>> revdeq.Options(max_steps=12).beta
+        0.5
     """
 
     beta: float = 0.5
     gamma: float = 1.0
-    schedule: Any = None
     max_steps: int = 8
     tol: float | None = None
     per_example: bool = False
     indexed: bool = False
     aux: bool | str = False
-    state: str | Exact = "auto"
+    state: str | Exact = "float64"
     check: str | None = "warn"
     gradient: str = "exact"
     keep: int = 0
-    backward_steps: int | None = None
 
     def __post_init__(self) -> None:
-        _check_pair(self.beta, self.gamma, "")
-        object.__setattr__(self, "schedule", _pairs(self.schedule))
+        _check_pair(self.beta, self.gamma)
         is_implicit = self.gradient == "implicit"
         for name, holds, must in (
             ("max_steps", _is_count(self.max_steps, 1), "be an integer of at least 1: a step evaluates f twice"),
@@ -94,16 +109,13 @@ class Options:
             ("per_example", isinstance(self.per_example, bool), "be True or False"),
             ("per_example", not self.per_example or self.tol is not None, "have a tol, at which an example stops"),
             ("aux", self.aux in (True, False, "list"), 'be True, False or "list"'),
-            ("state", self.state in ("auto", "float64", "exact") or isinstance(self.state, Exact),
-             "be 'auto', 'float64', 'exact' or revdeq.Exact(fraction_bits=...)"),
+            ("state", self.state in ("float64", "exact") or isinstance(self.state, Exact),
+             "be 'float64', 'exact' or revdeq.Exact(fraction_bits=...)"),
             ("check", self.check in ("warn", "raise", None), "be 'warn', 'raise' or None"),
             ("gradient", self.gradient in ("exact", "implicit"), "be 'exact' (of the iteration) or 'implicit' (of the fixed point)"),
             ("keep", _is_count(self.keep, 0), "be an integer of at least 0"),
             ("keep", not (is_implicit and self.keep), "be 0 with gradient='implicit'"),
             ("aux", not (is_implicit and self.aux), "be False with gradient='implicit'"),
-            ("backward_steps", self.backward_steps is None or _is_count(self.backward_steps, 1), "be an integer of at least 1, or None"),
-            ("backward_steps", self.backward_steps is None or (self.tol is None and not is_implicit),
-             "be None with a tol or gradient='implicit'"),
         ):  # fmt: skip
             if not holds:
                 raise ValueError(f"{name} = {getattr(self, name)!r} must {must}")
@@ -113,7 +125,7 @@ NAMES = tuple(field.name for field in fields(Options))
 _remembered = functools.lru_cache(256, typed=True)(Options)  # 1 and True are equal, but not both are valid
 
 
-def options_from(keywords: dict[str, Any]) -> Options:
+def options_from(keywords: Any) -> Options:
     """Checked options; a set of options that was checked before costs a microsecond."""
     try:
         return _remembered(**keywords)
@@ -126,26 +138,6 @@ def options_from(keywords: dict[str, Any]) -> Options:
         return Options(**keywords)
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def with_options(function: F) -> F:
-    """Decorator: gives a function with **options their names and defaults, and their documentation in place of the line
-    "{options}"."""
-    keywords = [
-        inspect.Parameter(x.name, inspect.Parameter.KEYWORD_ONLY, default=x.default, annotation=x.type)
-        for x in fields(Options)
-    ]
-    if not isinstance(function, type):
-        signature = inspect.signature(function)
-        others = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        new = [p for p in keywords if p.name not in signature.parameters]
-        function.__signature__ = signature.replace(parameters=[*others, *new])  # type: ignore[attr-defined]
-    if function.__doc__ and Options.__doc__:  # not with python -OO
-        function.__doc__ = function.__doc__.replace("{options}", Options.__doc__.partition("Args:\n")[2].strip())
-    return function
-
-
 def _is_number(x: Any) -> bool:
     return isinstance(x, Real) and not isinstance(x, bool)
 
@@ -154,27 +146,14 @@ def _is_count(x: Any, least: int) -> bool:
     return isinstance(x, Integral) and not isinstance(x, bool) and x >= least
 
 
-def _check_pair(beta: Any, gamma: Any, where: str) -> None:
+def _check_pair(beta: Any, gamma: Any) -> None:
     for name, value, most, text in (("beta", beta, 2, "(0, 2) and not 1"), ("gamma", gamma, 3, "(0, 3]")):
         if not _is_number(value):
-            raise TypeError(f"{where}{name} = {value!r} must be a number in {text}; `schedule` takes one for each step")
+            raise TypeError(f"{name} = {value!r} must be a number in {text}")
         if not 0 < value <= most or not sys.float_info.min < value:
-            raise ValueError(f"{where}{name} = {value!r} must be in {text}; revdeq.tune finds a good one")
+            raise ValueError(f"{name} = {value!r} must be in {text}; revdeq.tune finds a good one")
     if beta == 2 or Coefficients.rounded(beta, gamma).a == 0:
-        raise ValueError(f"{where}beta = {beta!r} must not be 1 or 2: the backward pass divides by 1 - beta")
-
-
-def _pairs(schedule: Any) -> tuple[tuple[float, float], ...] | None:
-    """The pairs of a schedule: a sequence of pairs, an array, or the result of `revdeq.tune`."""
-    schedule = getattr(schedule, "schedule", schedule)
-    if schedule is None:
-        return None
-    if hasattr(schedule, "tolist"):
-        schedule = schedule.tolist()
-    try:
-        pairs = tuple((beta, gamma) for beta, gamma in schedule)
-    except (TypeError, ValueError):
-        raise TypeError(f"schedule = {schedule!r} must be a sequence of pairs (beta, gamma)") from None
-    for i, (beta, gamma) in enumerate(pairs):
-        _check_pair(beta, gamma, f"schedule[{i}]: ")
-    return pairs
+        raise ValueError(
+            f"beta = {beta!r} must not be 1 or 2: the backward pass divides by 1 - beta; revdeq.loop repeats f with a beta "
+            "close to 1"
+        )

@@ -6,6 +6,8 @@ this rewinds torch's default generators and restores autocast; f with dropout ha
 
 import contextlib
 import functools
+import inspect
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
@@ -21,10 +23,21 @@ from .state import State, flattened_like, structured
 _version = attrgetter("_version")
 
 
+class _Thread(threading.local):
+    """evaluates: whether this thread is inside of an evaluation. A solve there is unrolled: its tensors belong to it."""
+
+    evaluates = False
+
+
+thread = _Thread()
+
+
 class Repeatable:
     """f with a state given as a flat list of tensors.
 
-    aux: the auxiliary output of the last evaluation, if f has any.
+    aux: the auxiliary output of the last evaluation, if f has any. draws: whether f uses torch's default generators,
+    which the first evaluation shows. differentiates: whether f computes derivatives itself. autocasts: whether under
+    autocast.
     """
 
     def __init__(
@@ -36,25 +49,35 @@ class Repeatable:
         device: torch.device,
         indexed: bool,
         has_aux: bool,
+        is_traced: bool = False,
     ) -> None:
-        self.f, self._spec, self._args, self._kwargs = f, spec, args, dict(kwargs)
-        self._indexed, self.has_aux, self.aux = indexed, has_aux, None
-        self._random, self._is_cuda, self._is_tensor = Random(device), device.type == "cuda", spec.is_leaf()
+        self.f, self._spec, self.args, self._kwargs = f, spec, args, dict(kwargs)
+        self._indexed, self._has_aux, self.aux = indexed, has_aux, None
+        self._device, self._is_tensor = device, spec.is_leaf()
+        self.draws, self.differentiates = False, False
+        self._is_new, self._random = not is_traced, []
         self._kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         self._context = self._contexts()
-        self.autocasts = any(torch.is_autocast_enabled(kind) for kind in self._kinds)
-        self._buffers = _versions_of_buffers(f)
+        self.autocasts = any(enabled for enabled, _, _ in self._context[0])
+        modules = [module for outer in modules_of(f) for module in outer.modules()]
+        self._buffers = [m._buffers for m in modules if m._buffers]
+        self._tensors = [(t, name, x) for m in modules for t in (m._parameters, m._buffers) for name, x in t.items()]
 
     def __call__(self, read: State, k: int) -> State:
         """Evaluation k."""
-        versions = [] if read[0].is_inference() else list(map(_version, read))
         if self._indexed:
             self._kwargs["evaluation"] = k
-        call = self.f if not self._random.draws else self._random.bound(self.f)
-        if self._is_cuda and torch.backends.cudnn.benchmark:  # might choose other algorithms in the other pass
-            call = torch.backends.cudnn.flags(benchmark=False)(call)
-        result = call(read[0] if self._is_tensor else structured(read, self._spec), *self._args, **self._kwargs)
-        if self.has_aux:
+        versions = [] if read[0].is_inference() else list(map(_version, read))
+        z = read[0] if self._is_tensor else structured(read, self._spec)
+        around, thread.evaluates = thread.evaluates, True
+        try:
+            if self._is_new:
+                result = self._first(z)
+            else:
+                result = self._replayed(z) if self.draws else self._called(z)
+        finally:
+            thread.evaluates = around
+        if self._has_aux:
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError(f"f returned {type(result).__name__}: with aux=True it must return a pair (state, aux)")
             result, self.aux = result
@@ -63,36 +86,96 @@ class Repeatable:
                 "f modifies its input in place, which the solver needs afterwards: write z = z.add(x) instead of "
                 "z.add_(x)"
             )
-        if self._buffers:
-            before, self._buffers = self._buffers, {}
-            if before != _versions_of_buffers(self.f):
-                raise RuntimeError(
-                    "f changes a buffer in every evaluation, in the backward pass too (BatchNorm in training mode?): "
-                    "move the layer out of f, use a normalization without state (GroupNorm, LayerNorm), or call "
-                    ".eval() on it"
-                )
-        if k and self._is_tensor and type(result) is Tensor:
+        if k and type(result) is Tensor and self._is_tensor:
             x = read[0]
             if result.dtype is x.dtype and result.shape == x.shape and result.device == x.device:
-                return [result]  # the usual case, fast
+                if not (result._is_zerotensor() or result.layout is not torch.strided):
+                    return [result]  # the usual case, fast
         return flattened_like(result, read, self._spec)
+
+    def _called(self, z: Any) -> Any:
+        if self._device.type == "cuda" and torch.backends.cudnn.benchmark:  # might choose another algorithm next time
+            with torch.backends.cudnn.flags(benchmark=False):
+                return self.f(z, *self.args, **self._kwargs)
+        return self.f(z, *self.args, **self._kwargs)
+
+    def _first(self, z: Any) -> Any:
+        """The first evaluation shows whether f draws random numbers, and whether it can be repeated at all."""
+        self._is_new, self._random = False, _device.generator_states(self._device)
+        versions = self._versions_of_buffers()
+        try:
+            result = self._called(z)
+        except TypeError as error:
+            raise self._explained(error) from None
+        if versions and versions != self._versions_of_buffers():
+            raise RuntimeError(
+                "f changes a buffer in every evaluation, in the backward pass too (BatchNorm in training mode?): move "
+                "the layer out of f, use a normalization without state (GroupNorm, LayerNorm), or call .eval() on it"
+            )
+        self.draws = not all(map(torch.equal, self._random, _device.generator_states(self._device)))
+        return result
+
+    def _replayed(self, z: Any) -> Any:
+        """An evaluation with the random numbers of the first one."""
+        found = _device.generator_states(self._device)
+        _device.set_generator_states(self._device, self._random)
+        try:
+            return self._called(z)
+        finally:
+            _device.set_generator_states(self._device, found)
+
+    def _explained(self, error: TypeError) -> TypeError:
+        """A better message than "takes 2 positional arguments but 3 were given", if that is the problem."""
+        function = self.f.forward if isinstance(self.f, nn.Module) else self.f
+        names = ["z", *(["x"] if len(self.args) == 1 else [f"args[{i}]" for i in range(len(self.args))])]
+        try:
+            inspect.signature(function).bind(*names, **self._kwargs)
+        except ValueError:  # it has no signature
+            return error
+        except TypeError:
+            called = ", ".join([*names, *(f"{name}=..." for name in self._kwargs)])
+            return TypeError(f"f is called as f({called}), but it does not take these arguments: {error}")
+        return error
+
+    def _versions_of_buffers(self) -> list[int]:
+        buffers = [x for table in self._buffers for x in table.values() if x is not None]
+        return [x._version for x in buffers if not x.is_inference()]
+
+    # In the backward pass
 
     def as_in_forward(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
         """A context for evaluations in the backward pass, which may run outside of that of the solve: with gradients,
-        and with the autocast and the attention of the forward pass."""
-        return torch.enable_grad if self._contexts() == self._context else self._restored
+        and with the autocast, the attention and the modules' tensors of the forward pass."""
+        if self.autocasts or self._contexts() != self._context or self._replaced():
+            return self._restored
+        return torch.enable_grad
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
         autocast, attention = self._context
         with contextlib.ExitStack() as stack:
+            for table, name, x in self._replaced():
+                stack.callback(table.__setitem__, name, table[name])
+                table[name] = x
             for kind, (enabled, dtype, caches) in zip(self._kinds, autocast, strict=True):
                 stack.enter_context(torch.autocast(kind, dtype, enabled, caches))
             for (_, write), now, then in zip(ATTENTION, self._contexts()[1], attention, strict=True):
                 stack.callback(write, now)
                 write(then)
+            stack.callback(
+                torch.clear_autocast_cache
+            )  # inside an outer autocast, it would keep every evaluation's casts
             stack.enter_context(torch.enable_grad())
             yield
+
+    def _replaced(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """The modules' tensors that are others now, as after `torch.func.functional_call`. FSDP exchanges its own."""
+        replaced = [given for given in self._tensors if given[0].get(given[1]) is not given[2]]
+        return [
+            (t, name, x)
+            for t, name, x in replaced
+            if not hasattr(x, "device_mesh") and not hasattr(t[name], "device_mesh")
+        ]
 
     def _contexts(self) -> tuple[list[Any], list[bool]]:
         caches = torch.is_autocast_cache_enabled()
@@ -105,40 +188,9 @@ ATTENTION = [
     (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
 ]
 """The settings of `torch.nn.attention.sdpa_kernel`: each chooses other bits. Their getters and setters."""
-
-
-class Random:
-    """Replays the random numbers of the first call in all later ones. If the first call does not advance torch's
-    default generators, later ones cost nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.draws = device, True
-        self._start: list[Tensor] | None = None
-
-    def bound(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.partial(self, f)
-
-    def __call__(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self.draws:
-            return f(*args, **kwargs)
-        found = _device.generator_states(self._device)
-        if self._start is None:
-            self._start = found
-            result = f(*args, **kwargs)
-            self.draws = not all(map(torch.equal, found, _device.generator_states(self._device)))
-            return result
-        _device.set_generator_states(self._device, self._start)
-        try:
-            return f(*args, **kwargs)
-        finally:
-            _device.set_generator_states(self._device, found)
-
-
-def _versions_of_buffers(f: Any) -> dict[int, int]:
-    buffers = (x for module in modules_of(f) for x in module.buffers())
-    return {id(x): x._version for x in buffers if not x.is_inference()}
 
 
 def modules_of(f: Any, depth: int = 3) -> Iterator[nn.Module]:

@@ -1,24 +1,22 @@
 """revdeq.solve: the fixed point of f by the reversible iteration, with exact gradients in constant memory."""
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_leaves
 
-from .check import Check, Statistics, call_site
-from .deferred import settle
-from .evaluation import thread
+from .check import Check, Statistics, call_site, settle
 from .implicit import with_implicit_gradient
-from .iteration import Iteration, relative_change
-from .options import options_from, with_options
+from .iteration import NORM_FLOOR, Iteration, relative_change
+from .options import Keywords, Options, options_from
+from .per_example import ByExample
 from .precision import coefficients, precision_for
-from .repeatable import Repeatable
+from .repeatable import Repeatable, modules_of, thread
 from .state import State, flattened_state, structured
-from .unrolled import has_fakes, in_compiled_model, is_traced, undrawn, unrolled
+from .unrolled import is_traced, refuse_dropout, unrolled
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,11 @@ class Solution:
         steps: The number of steps; with per_example=True, a tensor with an entry per example.
         nfe: The number of evaluations of f in the forward pass.
         norms: The squared norms of the last change of z and of z, from which `change` is computed when it is read.
+        converged: With a tol, whether it was reached; with per_example=True, for each example. None without.
         beta, gamma: The coefficients in use, after rounding.
         state: "float64" or "exact": the format of y and z.
-        adjoint: With gradient="implicit", the steps and the change of the adjoint, once the backward pass has run.
+        adjoint: Statistics of the backward pass, once it has run: `growth`, from the last states to those of the first
+            step; and with gradient="implicit", `steps` and `change` of the adjoint.
         aux: With aux=True, the sum of f's auxiliary outputs; in `revdeq.steps`, of this step.
 
     Example:
@@ -46,6 +46,7 @@ class Solution:
     steps: Any
     nfe: int
     norms: Tensor = field(repr=False)
+    converged: Any
     beta: float
     gamma: float
     state: str
@@ -58,10 +59,20 @@ class Solution:
         per_example=True, that of each example. Reading it may wait for the device."""
         return relative_change(self.norms)
 
+    @property
+    def gap(self) -> Tensor:
+        """The relative distance ‖y - z‖ / (‖z‖ + 1e-5), a 0-d tensor without a gradient. If y and z converge to two
+        different points, neither is a fixed point."""
+        return _distance(tree_leaves(self.y), tree_leaves(self.z))
 
-@with_options
+
 def solve(
-    f: Callable[..., Any], z0: Any, *args: Any, y0: Any = None, kwargs: Mapping[str, Any] | None = None, **options: Any
+    f: Callable[..., Any],
+    z0: Any,
+    *args: Any,
+    y0: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Unpack[Keywords],
 ) -> Solution:
     """Find z = f(z, *args) by the reversible fixed-point iteration (equation 5 of the paper)
 
@@ -79,7 +90,7 @@ def solve(
             captures.
         y0: The initial y, if it is not z0.
         kwargs: Keyword arguments for f.
-        {options}
+        options: The coefficients beta and gamma, max_steps, tol and others: see `revdeq.Options`.
 
     Returns:
         A `revdeq.Solution`, with the states z and y, the number of steps and the change of the last one.
@@ -96,50 +107,59 @@ def solve(
         >>> solution = revdeq.solve(lambda z, x: f(z) + x, torch.zeros(4, 8), torch.randn(4, 8))
         >>> solution.z.sum().backward()
     """
-    if in_compiled_model():
+    if torch.compiler.is_dynamo_compiling():
         return _outside_of_compiler(_solve)(f, z0, args, y0, kwargs, options)
-    if thread.evaluates or is_traced() or has_fakes(z0):
-        return _solve_unrolled(f, z0, args, y0, kwargs, options)
     return _solve(f, z0, args, y0, kwargs, options)
 
 
-def _solve(*given: Any) -> Solution:
-    iteration, z, y, spec = _iteration(*given)
+def _solve(f: Any, z0: Any, args: tuple[Any, ...], y0: Any, kwargs: Any, keywords: Any) -> Solution:
+    options = options_from(keywords)
+    if thread.evaluates or is_traced(z0):
+        return _unrolled(f, z0, args, y0, kwargs, options)
+    iteration, z, y, spec = _iteration(f, z0, args, y0, kwargs, options)
     aux = None
     for y, z, aux in iteration.run(z, y):
         pass
-    if iteration.options.gradient == "implicit" and torch.is_grad_enabled():
+    if options.gradient == "implicit" and torch.is_grad_enabled():
         y, z = with_implicit_gradient(iteration, y, z)
+    if iteration.check is not None and options.tol is not None and iteration.converged is True:
+        iteration.check.judge_gap(_distance(y, z).item(), options.tol)
     return _solution(iteration, y, z, aux, spec)
 
 
-@with_options
 def steps(
-    f: Callable[..., Any], z0: Any, *args: Any, y0: Any = None, kwargs: Mapping[str, Any] | None = None, **options: Any
+    f: Callable[..., Any],
+    z0: Any,
+    *args: Any,
+    y0: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Unpack[Keywords],
 ) -> Iterator[Solution]:
     """The iteration of `revdeq.solve`, step by step, with the same bits.
 
     Every step yields a `revdeq.Solution` with differentiable z and y: losses on intermediate states have exact
-    gradients, in the memory of the states that you keep. You may leave the loop early.
+    gradients, in the memory of the states that you keep. You may leave the loop early. What `retain_grad` records on a
+    state is the gradient of your loss alone, without that through later steps.
 
     Args:
-        f, z0, args, y0, kwargs: As for `revdeq.solve`.
-        {options}
+        f, z0, args, y0, kwargs, options: As for `revdeq.solve`.
 
     Returns:
         An iterator over at most `max_steps` solutions; with a `tol`, it stops where `solve` would.
 
     Raises:
-        ValueError: gradient is "implicit", or `backward_steps` is set: both refer to the last step.
+        ValueError: gradient is "implicit", which refers to the last step.
 
     Example:
         >>> loss = sum(s.z.square().mean() for s in revdeq.steps(f, z0, x, max_steps=4))
         >>> loss.backward()
     """
-    iteration, z, y, spec = _iteration(f, z0, args, y0, kwargs, options)
-    if iteration.options.gradient == "implicit" or iteration.options.backward_steps is not None:
-        raise ValueError("gradient='implicit' and backward_steps refer to the last step: leave them out of revdeq.steps")
-
+    checked = options_from(options)
+    if thread.evaluates or is_traced(z0):
+        raise ValueError("revdeq.steps does not work in a traced model or inside the f of a solve: use revdeq.solve")
+    if checked.gradient == "implicit":
+        raise ValueError("gradient = 'implicit' refers to the last step: leave it out of revdeq.steps")
+    iteration, z, y, spec = _iteration(f, z0, args, y0, kwargs, checked)
     enabled, run = torch.is_grad_enabled(), iteration.run(z, y, stepwise=True)
 
     def every() -> Iterator[Solution]:
@@ -157,34 +177,46 @@ def steps(
 
 
 def _iteration(
-    f: Any, z0: Any, args: tuple[Any, ...], y0: Any, kwargs: Any, keywords: dict[str, Any]
+    f: Any, z0: Any, args: tuple[Any, ...], y0: Any, kwargs: Any, options: Options
 ) -> tuple[Iteration, State, State, TreeSpec]:
     """The iteration for checked arguments, its initial z and y, and their structure."""
-    checked_f(f)
-    options = options_from(keywords)
     settle()
-    z, spec = flattened_state(z0)
-    y = z
-    if y0 is not None:
-        y, structure = flattened_state(y0, "y0")
-        if structure != spec or [(x.shape, x.dtype, x.device) for x in y] != [(x.shape, x.dtype, x.device) for x in z]:
-            raise ValueError("y0 must have the structure, shapes, dtypes and device of z0")
-    precision = precision_for(options, z)
+    z, y, spec = _initial(f, z0, y0)
+    device = z[0].device
+    precision = precision_for(options, device)
     check = None
     if options.check is not None:
         setting = f"beta = {precision.step.beta:.6g}, N = {options.max_steps} steps"
         check = Check(options.check, call_site(), setting, precision.name)
-    repeatable = Repeatable(f, spec, args, kwargs or {}, z[0].device, options.indexed, bool(options.aux))
-    kind = Iteration
-    if options.per_example:
-        from .examples import ByExample as kind
+    repeatable = Repeatable(f, spec, args, kwargs or {}, device, options.indexed, bool(options.aux))
+    kind = ByExample if options.per_example else Iteration
     return kind(repeatable, z, y, precision, options, check), z, y, spec
+
+
+def _initial(f: Any, z0: Any, y0: Any) -> tuple[State, State, TreeSpec]:
+    """The initial z and y, and their structure."""
+    checked_f(f)
+    z, spec = flattened_state(z0)
+    if y0 is None:
+        return z, z, spec
+    y, structure = flattened_state(y0, "y0")
+    if structure != spec or [(x.shape, x.dtype, x.device) for x in y] != [(x.shape, x.dtype, x.device) for x in z]:
+        raise ValueError("y0 must have the structure, shapes, dtypes and device of z0")
+    return z, y, spec
 
 
 def _solution(it: Iteration, y: State, z: State, aux: Any, spec: TreeSpec) -> Solution:
     step, known = it.precision.step, (it.precision.name, it.statistics, aux)
     states = structured(z, spec), structured(y, spec)
-    return Solution(*states, it.steps_taken(), 2 * it.steps, it.norms, step.beta, step.gamma, *known)
+    return Solution(*states, it.steps_taken(), 2 * it.steps, it.norms, it.converged, step.beta, step.gamma, *known)
+
+
+def _distance(y: State, z: State) -> Tensor:
+    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(y, z, strict=True)]
+    apart, size = (
+        torch.stack([x.norm() for x in xs]).norm() for xs in ([a - b for a, b in pairs], [b for _, b in pairs])
+    )
+    return apart / (size + NORM_FLOOR)
 
 
 def checked_f(f: Any) -> Callable[..., Any]:
@@ -195,7 +227,28 @@ def checked_f(f: Any) -> Callable[..., Any]:
     return f
 
 
-# Tracers and compilers
+# Tracers, compilers, and the f of another solve
+
+
+def _unrolled(f: Any, z0: Any, args: Any, y0: Any, kwargs: Any, options: Options) -> Solution:
+    """In plain operations: a tracer cannot record our kernels, and the f of another solve must be plain operations."""
+    traced = not thread.evaluates
+    for name in ("per_example", "aux", *(["tol"] if traced else [])):
+        if getattr(options, name):
+            raise ValueError(
+                f"{name} = {getattr(options, name)!r} does not work in a traced model or inside the f of a solve"
+            )
+    if options.gradient == "implicit":
+        raise ValueError("gradient = 'implicit' does not work in a traced model or inside the f of a solve")
+    if traced:
+        refuse_dropout(modules_of(f))
+    z, y, spec = _initial(f, z0, y0)
+    run = Repeatable(f, spec, args, kwargs or {}, z[0].device, options.indexed, has_aux=False, is_traced=traced)
+    step = coefficients(options.beta, options.gamma)
+    y, z, norms, count = unrolled(run, z, y, step, options.max_steps, options.tol)
+    converged = None if options.tol is None else bool(relative_change(norms) <= options.tol)
+    states = structured(z, spec), structured(y, spec)
+    return Solution(*states, count, 2 * count, norms, converged, step.beta, step.gamma, "float64", Statistics())
 
 
 def _outside_of_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,23 +266,3 @@ _break_the_graph._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     "a solve of revdeq cannot be part of a compiled graph: compile f, f.compile() or torch.compile(f), and the model "
     "around it without fullgraph=True"
 )
-
-
-def _solve_unrolled(f: Any, z0: Any, args: Any, y0: Any, kwargs: Any, keywords: dict[str, Any]) -> Solution:
-    """In plain operations: a tracer cannot record our kernels, and the f of another solve must be plain operations."""
-    for name in ("per_example", "aux", *(["tol"] if is_traced() else [])):
-        if keywords.get(name):
-            raise ValueError(f"{name} = {keywords[name]!r} does not work in a traced model or inside the f of a solve")
-    steps, max_steps, indexed = _constants_of(**keywords)
-    run = functools.partial(undrawn(checked_f(f)) if is_traced() else checked_f(f), **(kwargs or {}))
-    y, z, norms, count = unrolled(run, z0, args, steps, y0=y0, indexed=indexed, tol=keywords.get("tol"))
-    return Solution(z, y, count, 2 * count, norms, steps[-1].beta, steps[-1].gamma, "float64", Statistics())
-
-
-def _constants_of(**keywords: Any) -> tuple[Any, int, bool]:
-    options = options_from(keywords)
-    (step, *schedule), count = coefficients(options)[0], 2 * options.max_steps
-    return [*schedule, *[step] * count][:count], options.max_steps, options.indexed
-
-
-_constants_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # or torch.export would trace into Fraction

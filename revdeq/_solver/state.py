@@ -45,7 +45,9 @@ def flattened_like(result: Any, state: Sequence[Tensor], spec: TreeSpec) -> Stat
         raise TypeError(f"f must return the structure of z0: {error}") from None
     for out, x in zip(outputs, state, strict=True):
         if not isinstance(out, Tensor):
-            raise TypeError(f"f's output is of type {type(out).__name__}: it must be a tensor of shape {tuple(x.shape)}")
+            raise TypeError(
+                f"f's output is of type {type(out).__name__}: it must be a tensor of shape {tuple(x.shape)}"
+            )
         if problem := _problem(out):
             raise TypeError(f"f's output is {problem}")
         if out.shape != x.shape:
@@ -63,6 +65,11 @@ def structured(state: Sequence[Tensor], spec: TreeSpec) -> Any:
     return state[0] if spec.is_leaf() else tree_unflatten(state, spec)
 
 
+def is_fake(x: Any) -> bool:
+    """Whether it is a tensor without numbers, of torch.export or another tracer."""
+    return hasattr(x, "fake_mode")
+
+
 def has_memory(x: Tensor) -> bool:
     """Whether kernels can read x. A wrapper of torch.func has no address."""
     try:
@@ -75,17 +82,23 @@ def has_memory(x: Tensor) -> bool:
 def dense(grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> State:
     """Gradients as dense tensors: None if f does not depend on a part of the state, and some are sparse."""
     return [
-        torch.zeros_like(x) if g is None else g if g.layout is torch.strided else g.to_dense()
+        torch.zeros_like(x) if g is None or g._is_zerotensor() else g if g.layout is torch.strided else g.to_dense()
         for g, x in zip(grads, like, strict=True)
     ]
 
 
 def _problem(x: Tensor) -> str | None:
     """Why kernels cannot read x."""
+    if is_fake(x):
+        return None  # of a tracer, which records other operations instead
     if x.dtype not in DTYPES:
         return f"{x.dtype}: it must be float32, float64, bfloat16 or float16"
-    if x.is_nested or x.layout != torch.strided or hasattr(x, "__tensor_flatten__"):
-        return f"a {type(x).__name__} of layout {x.layout}: it must be a plain, dense tensor"
+    if x.is_nested or x.layout != torch.strided:
+        return f"a tensor of layout {x.layout}: it must be dense"
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"a {type(x).__name__}, which wraps other tensors: it must be a plain tensor"
+    if x._is_zerotensor():
+        return "a tensor without memory (torch._efficientzerotensor): it must be a plain tensor"
     if forward_ad.unpack_dual(x).tangent is not None:
         return "a dual tensor, but a solve has no forward-mode derivative: use reverse mode"
     if not has_memory(x):

@@ -9,47 +9,48 @@ so the iteration converges if every L is inside the ellipse with half-axes 1 (re
 gamma = 1 / (1 - c) moves the centre c of f's eigenvalues to 0. beta < 1 makes the ellipse taller, for an f that
 rotates. beta > 1 makes it flatter and the iteration faster, for an f that does not. Since the eigenvalues of a network
 are unknown, `tune` tries some pairs and returns the best.
-
-| f | its eigenvalues | a good pair |
-|---|---|---|
-| attention | around 0, some larger than 1 in magnitude | beta .7 to 1.1, gamma .7 to .9 |
-| convolutions with a normalisation | near the real axis | beta 1.1 to 1.4, gamma 1 to 1.6 |
-| a gradient step, far below 0 | real, from -3 to 0 | beta .9 to 1.2, gamma .4 to .6 |
-
-If the eigenvalues fill an ellipse with centre c and half-axes p and q, the best pair and its rate are known
-(docs/theory.md).
 """
 
-import contextlib
+import collections
 import math
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import _device
-from ..kernels.radix import Radix
-from .check import ConvergenceWarning
-from .options import Exact, options_from, with_options
-from .schedule import CLOSEST_TO_1, UPDATES, Pairs, Problem, anderson, descend
-from .solve import checked_f
+from .check import ConvergenceError, ConvergenceWarning, ReconstructionError
+from .options import Exact, Keywords, options_from
+from .solve import checked_f, solve
 from .state import flattened_state
-
-OPTIONS = ("beta", "gamma", "max_steps", "tol", "indexed", "aux")
-"""The options that apply to a search."""
+from .unrolled import sum_of_squares
 
 MOST_SOLVES = 24
 
 START = ((0.8, 1.0), (1.25, 1.0), (0.9, 0.8), (0.7, 0.6), (1.15, 0.75), (1.1, 1.5))
 """First pairs: for attention, convolutions, in between, and positive eigenvalues."""
 
-SLOW = 2.0
-"""Seconds after which a terminal shows a progress bar."""
+FINALISTS = 3
+"""So many of the best pairs are compared on what was held out."""
+
+CLOSEST_TO_1 = 1 / 16
+"""A smaller |1 - beta| gains nothing, and costs the reconstruction four bits or more per half-step."""
+
+HEADROOM = 16
+"""How much larger than what was seen here a number may become in an exact state."""
+
+REBUILT = 1e-6
+"""The relative error up to which a float64 state counts as inverted."""
 
 
 class Trial(NamedTuple):
+    """A pair of coefficients, the residual ‖f(z) - z‖ / ‖z‖ after a solve with it, and the number of evaluations."""
+
     beta: float
     gamma: float
     residual: float
@@ -63,18 +64,16 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Tuning:
-    """The result of `revdeq.tune`. Print it for a table, or plot it. If it has a schedule, pass it to `solve` or
-    `RevDEQ` as schedule=found.
+    """The result of `revdeq.tune`. Print it for a table, or plot it.
 
     Attributes:
         beta, gamma: The best pair.
-        schedule: With schedule=True, a pair for every half-step.
-        residual: ‖f(z) - z‖ / ‖z‖ after a solve with the result; for several batches, the geometric mean.
+        state: "float64", or the `revdeq.Exact` that this pair needs.
+        residual: ‖f(z) - z‖ / ‖z‖ after a solve with it, of what was held out; the geometric mean of several batches.
         evaluations: The number of evaluations of that solve.
-        given: The trial of the initial pair.
-        trials: All trials in order, each with its pair, residual and evaluations.
-        curves: With schedule=True, the residual of the first batch after 1, 2, 3, ... evaluations, by name: with the
-            schedule, with the best pair, and with Anderson acceleration (the best of six settings).
+        given: The trial of the initial pair, of what was held out.
+        trials: All trials of the search in order.
+        why: What was held out, and what decided on the pair and the state.
 
     Example:
         >>> found = revdeq.tune(f, z0, x, max_steps=4)
@@ -84,38 +83,26 @@ class Tuning:
 
     beta: float
     gamma: float
+    state: str | Exact
     residual: float
     evaluations: int
     given: Trial
     trials: list[Trial] = field(default_factory=list)
-    schedule: Pairs | None = None
-    curves: Mapping[str, list[float]] = field(default_factory=dict)
+    why: str = ""
 
     def __str__(self) -> str:
-        lines = [f"relative residual of f {self._when}", "", "  beta   gamma  residual  evaluations"]
+        lines = [f"beta = {self.beta:g}, gamma = {self.gamma:g}, state = {self.state!r}: {self.why}", ""]
+        lines += ["the search:", "  beta   gamma  residual  evaluations"]
         for trial in sorted(self.trials, key=lambda t: t.rate):
-            notes = [note for pair, note in ((self._best, "best"), (self.given, "given")) if trial == pair]
             size = f"{trial.residual:.1e}" if math.isfinite(trial.residual) else "diverges"
-            words = f"{trial.beta:6.3f}  {trial.gamma:6.3f}  {size:<10}{trial.evaluations:<13}{', '.join(notes)}"
-            lines.append(words.rstrip())
-        if self.schedule is not None:
-            found = f"a pair for each of {len(self.schedule)} half-steps: {self.residual:.1e}"
-            nearer = self._best.residual / self.residual
-            lines += ["", f"{found}, {nearer:.1f} times closer than the best pair", "", "  beta   gamma"]
-            lines += [f"{beta:6.3f}  {gamma:6.3f}" for beta, gamma in self.schedule]
+            note = (
+                "  chosen" if trial[:2] == (self.beta, self.gamma) else "  given" if trial[:2] == self.given[:2] else ""
+            )
+            lines.append(f"{trial.beta:6.3f}  {trial.gamma:6.3f}  {size:<10}{trial.evaluations}{note}")
         return "\n".join(lines)
 
-    @property
-    def _best(self) -> Trial:
-        return min(self.trials, key=lambda t: t.rate)
-
-    @property
-    def _when(self) -> str:
-        same = len({t.evaluations for t in self.trials if math.isfinite(t.residual)}) < 2
-        return f"after {self.evaluations} evaluations" if same else "at the tolerance"
-
     def plot(self, path: Any = None) -> Any:
-        """Plot the trials, coloured by their residual; for a schedule, the residual by the number of evaluations.
+        """Plot the trials, coloured by their residual.
 
         Args:
             path: The file to save the plot to, if any.
@@ -129,149 +116,235 @@ class Tuning:
         try:
             from matplotlib.colors import LogNorm
             from matplotlib.figure import Figure
-            from matplotlib.ticker import MaxNLocator
         except ImportError as error:
             raise ImportError("plot needs matplotlib: pip install matplotlib") from error
         figure = Figure(figsize=(5.5, 4), layout="constrained")
         axes = figure.subplots()
-        if self.schedule is not None:
-            for (name, sizes), style in zip(self.curves.items(), ("o-", "s-", "^:"), strict=True):
-                axes.plot(range(1, len(sizes) + 1), sizes, style, label=name, markersize=4)
-            axes.set(yscale="log", xlabel="evaluations of f", ylabel="‖f(z) - z‖ / ‖z‖")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axes.grid(alpha=0.25)
-        else:
-
-            def scatter(trials: Sequence[Any], **style: Any) -> Any:
-                return axes.scatter([t.beta for t in trials], [t.gamma for t in trials], **style)
-
-            finite = [t for t in self.trials if 0 < t.residual < math.inf]
-            others = [t for t in self.trials if not math.isfinite(t.residual)]
-            if others:
-                scatter(others, marker="x", color="grey", label="diverges")
-            if finite:
-                sizes = [t.residual for t in finite]
-                colours = LogNorm(min(sizes), max(*sizes, 1.001 * min(sizes)))
-                points = scatter(finite, c=sizes, norm=colours, cmap="viridis_r", s=45)
-                figure.colorbar(points, label=f"relative residual {self._when}")
-            scatter([self], s=160, facecolors="none", edgecolors="red", label="best")
-            scatter([self.given], marker="s", s=110, facecolors="none", edgecolors="black", label="given")
-            axes.axvspan(1 - CLOSEST_TO_1, 1 + CLOSEST_TO_1, color="grey", alpha=0.15, lw=0)
-            axes.set(xlabel="beta (the grey band is not tried)", ylabel="gamma")
+        finite = [t for t in self.trials if math.isfinite(t.residual)]
+        others = [t for t in self.trials if not math.isfinite(t.residual)]
+        axes.scatter([t.beta for t in others], [t.gamma for t in others], marker="x", color="grey", label="diverges")
+        sizes = [t.residual for t in finite]
+        points = axes.scatter(
+            [t.beta for t in finite], [t.gamma for t in finite], c=sizes, s=45, cmap="viridis_r",
+            norm=LogNorm(min(sizes), max(*sizes, 1.001 * min(sizes))),
+        )  # fmt: skip
+        figure.colorbar(points, label="relative residual of the search")
+        axes.scatter(self.beta, self.gamma, s=160, facecolors="none", edgecolors="red", label="chosen")
+        axes.scatter(*self.given[:2], marker="s", s=110, facecolors="none", edgecolors="black", label="given")
+        axes.set(xlabel="beta", ylabel="gamma")
         figure.legend(loc="outside upper center", ncols=3, frameon=False)
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure
 
 
-@with_options
 def tune(
     f: Callable[..., Any],
     z0: Any,
     *args: Any,
-    schedule: bool = False,
     batches: Sequence[tuple[Any, ...]] = (),
     kwargs: Mapping[str, Any] | None = None,
-    **options: Any,
+    **options: Unpack[Keywords],
 ) -> Tuning:
     """Find the beta and gamma with which `max_steps` steps come closest to the fixed point of f, or with a `tol`, those
-    that reach it in the fewest evaluations.
+    that reach it in the fewest evaluations; and the state that inverts their steps.
 
     This is a pattern search over at most 24 pairs, each tried by a solve without a graph, starting from pairs that work
-    well for attention and convolutions. With schedule=True it then optimizes a pair for every half-step, by 150 updates
-    of gradient descent through the solve, in the memory of a training step. The result is never worse than the given
-    pair, and a schedule never worse than the best pair. It is deterministic: all solves see the same random numbers. f,
-    its parameters and their gradients are not changed. Tune again after f has been trained for a while.
+    well for attention and convolutions. The best are compared with the given pair on what was held out: one of several
+    batches, or every second example if z0 and all args share their first dimension. The result is never worse there
+    than the given pair. It is deterministic: all solves see the same random numbers. f, its parameters and their
+    gradients are not changed. Tune again after f has been trained for a while.
 
     Args:
         f, z0, args: As for `revdeq.solve`.
-        schedule: Whether to find a pair for every half-step: for all 2 `max_steps`, or with a `tol` for as many as the
-            best pair needs. It is optimized for the state after the last of them.
-        batches: More inputs to tune for, each a tuple (z0, *args), with equal weight. A schedule from two or three
-            batches generalizes a little better.
+        batches: More inputs to tune for, each a tuple (z0, *args), with equal weight.
         kwargs: Keyword arguments for f.
-        {options}
+        options: Those of the solves to tune for, as for `revdeq.solve`; the search starts from beta and gamma.
 
     Returns:
-        A `revdeq.Tuning`, with the best beta and gamma, the schedule, their residual and all trials.
+        A `revdeq.Tuning`, with the best beta and gamma, the state, their residual and all trials.
 
     Raises:
-        ValueError: The initial beta is within 1/16 of 1, where reconstruction is too lossy.
         FloatingPointError: f is not finite at z0, or the iteration diverges with every pair.
+        RuntimeError: No pair has a state that can be inverted, or a solve with the result and these options fails.
 
     Example:
         >>> found = revdeq.tune(f, z0, x, max_steps=8)
-        >>> z = revdeq.solve(f, z0, x, beta=found.beta, gamma=found.gamma, max_steps=8).z
-        >>> found = revdeq.tune(f, z0, x, max_steps=2, schedule=True)
-        >>> z = revdeq.solve(f, z0, x, schedule=found, max_steps=2).z
+        >>> z = revdeq.solve(f, z0, x, beta=found.beta, gamma=found.gamma, state=found.state, max_steps=8).z
     """
     checked = options_from(options)
-    if abs(1 - checked.beta) < CLOSEST_TO_1:
-        raise ValueError(
-            f"beta = {checked.beta!r} is within 1/16 of 1, where the backward pass would lose too many bits: start "
-            "with 0.9 or 1.1, for example"
-        )
-    if not isinstance(schedule, bool):
-        raise TypeError(f"schedule = {schedule!r} must be True or False: whether to find a schedule")
     for i, batch in enumerate(batches):
         if not isinstance(batch, (tuple, list)) or not batch:
             raise TypeError(f"batches[{i}] is of type {type(batch).__name__}: it must be a tuple (z0, *args)")
     device = flattened_state(z0)[0][0].device
-    every = [(z0, *args), *map(tuple, batches)]
-    random = _device.generator_states(device)
-    problem = Problem(checked_f(f), every, kwargs or {}, checked.indexed, bool(checked.aux), device, random)
+    tuned, held, what = _split([(z0, *args), *map(tuple, batches)])
+    problem = Problem(checked_f(f), tuned, kwargs or {}, options, device, _device.generator_states(device))
+    if what == "every second example" and not problem.takes(held):
+        tuned, held, what = [(z0, *args)], [], "nothing"
+        problem = replace(problem, batches=tuned)
     try:
-        trials = _best_pair(problem, checked.max_steps, checked.tol, (float(checked.beta), float(checked.gamma)))
-        best = min(trials, key=lambda t: t.rate)
-        if not math.isfinite(best.residual):
+        given = _allowed(checked.beta, checked.gamma, upwards=checked.beta > 1)
+        trials: dict[tuple[float, float], Trial] = {}
+        for pair in _search(given, trials):
+            trials[pair] = problem.trial(*pair)
+        ranked = sorted(trials.values(), key=lambda t: t.rate)
+        if not math.isfinite(ranked[0].residual):
             raise FloatingPointError(
                 f"the iteration diverges with all {len(trials)} pairs that were tried: f returns NaN or infinity, "
                 "or has eigenvalues with real parts above 1; normalize f's output, or start with a smaller gamma"
             )
-        found = Tuning(*best, given=trials[0], trials=trials)
-        if schedule:
-            found = _with_schedule(problem, found)
+        others = replace(problem, batches=held or tuned)
+        first = others.trial(*given)
+        finalists = sorted((others.trial(t.beta, t.gamma) for t in ranked[:FINALISTS]), key=lambda t: t.rate)
+        better = [t for t in finalists if t.rate < first.rate]
+        order = [*better, first, *(t for t in ranked if t not in better)]
+        found = problem.inverted(order, float64_only=any(x.dtype == torch.float64 for x in tree_leaves(z0)))
+        decision = "it beats the given pair" if found[0] in better else "no better pair"
+        why = f"{decision} on {what} that was held out; {found[2]}" if held else f"nothing was held out; {found[2]}"
+        problem.works(found[0], found[1])
     finally:
         problem.rewind()
-    if found.residual >= 1:
+    best = found[0]
+    if best.residual >= 1:
         warnings.warn(
-            f"no pair converges: with the best of {len(trials)}, the residual is still {found.residual:.2g} after the "
+            f"no pair converges: with the best of {len(trials)}, the residual is still {best.residual:.2g} after the "
             "last step; normalize f's output, so that f contracts",
             ConvergenceWarning,
             stacklevel=2,
         )
-    return found
+    return Tuning(best.beta, best.gamma, found[1], best.residual, best.evaluations, first, list(trials.values()), why)
 
 
-def _best_pair(problem: Problem, max_steps: int, tol: float | None, given: tuple[float, float]) -> list[Trial]:
-    """Run the search. Returns all trials."""
-    trials: dict[tuple[float, float], Trial] = {}
-    with _progress(MOST_SOLVES, "solve") as done:
-        for beta, gamma in _search(given, trials):
-            found = problem.residual(beta=beta, gamma=gamma, max_steps=max_steps, tol=tol)
-            trials[beta, gamma] = Trial(beta, gamma, *found)
-            done()
-    return list(trials.values())
+@dataclass(frozen=True)
+class Problem:
+    """f, and the batches (z0, *args) to tune it for. All solves see the same random numbers."""
+
+    f: Callable[..., Any]
+    batches: Sequence[tuple[Any, ...]]
+    kwargs: Mapping[str, Any]
+    options: Keywords
+    device: torch.device
+    random: Sequence[Tensor]
+
+    def rewind(self) -> None:
+        _device.set_generator_states(self.device, self.random)
+
+    def solved(self, f: Any, batch: tuple[Any, ...], **changed: Any) -> Any:
+        self.rewind()
+        keywords: Any = {**self.options, "check": None, "per_example": False, "keep": 0, **changed}
+        return solve(f, *batch, kwargs=self.kwargs, **keywords)
+
+    def takes(self, batches: Sequence[tuple[Any, ...]]) -> bool:
+        """Whether f takes parts of a batch: some f mix examples, as the nodes of a graph."""
+        try:
+            with torch.no_grad():
+                replace(self, batches=batches).trial(0.5, 1.0, max_steps=1)
+        except (RuntimeError, ValueError, IndexError):
+            return False
+        return True
+
+    def trial(self, beta: float, gamma: float, **changed: Any) -> Trial:
+        """The geometric mean of the residuals of the batches, infinite if a solve diverges."""
+        logarithms, count = [], 1
+        for batch in self.batches:
+            try:
+                with torch.no_grad():
+                    s = self.solved(self.f, batch, beta=beta, gamma=gamma, state="float64", **changed)
+                    logarithms.append(self._log_residual(batch, s))
+            except FloatingPointError:
+                return Trial(beta, gamma, math.inf, 2 * options_from(self.options).max_steps)
+            count = max(count, s.nfe)
+        mean = sum(logarithms) / len(logarithms)
+        return Trial(beta, gamma, math.exp(mean) if mean < 700 else math.inf, count)
+
+    def _log_residual(self, batch: tuple[Any, ...], solution: Any) -> float:
+        """log(‖f(z) - z‖ / ‖z‖); infinity in place of NaN."""
+        self.rewind()
+        index = {"evaluation": solution.nfe - 1} if self.options.get("indexed") else {}
+        out = self.f(tree_map(torch.clone, solution.z), *batch[1:], **self.kwargs, **index)
+        states = tree_leaves(solution.z)
+        new = tree_leaves(out[0] if self.options.get("aux") else out)
+        change = sum_of_squares([x.double() - old for x, old in zip(new, states, strict=True)])
+        change, value = (x.clamp(min=sys.float_info.min).log() for x in (change, sum_of_squares(states)))
+        return float((change - value).nan_to_num(math.inf, math.inf) / 2)
+
+    def inverted(self, trials: Sequence[Trial], float64_only: bool) -> tuple[Trial, str | Exact, str]:
+        """The first trial whose steps can be inverted, in which state, and why."""
+        if options_from(self.options).gradient == "implicit":
+            return trials[0], "float64", 'state="float64" because gradient="implicit" inverts nothing'
+        for trial in trials:
+            try:
+                error, size = self._reconstructed(trial)
+            except FloatingPointError:
+                continue
+            if error <= REBUILT:
+                return trial, "float64", f'state="float64" because it inverts these steps (to {error:.0e})'
+            if not float64_only:
+                bits = min(max(math.floor(31 - math.log2(HEADROOM * size)), 1), 40)
+                reason = f"a float64 state does not invert these steps (error {error:.0e}), and numbers up to {size:.2g} were seen"
+                return trial, Exact(fraction_bits=bits), f"Exact because {reason}"
+        raise RuntimeError(
+            "a float64 state inverts the steps of no pair that was tried, and an exact state has fewer bits than the "
+            "float64 numbers that f reads: take fewer steps, or use float32"
+        )
+
+    def _reconstructed(self, trial: Trial) -> tuple[float, float]:
+        """How well a float64 state is inverted: the relative error of what evaluation 1 reads in the backward pass, which
+        the backward pass reconstructs last; and the largest magnitude of the states."""
+        worst, largest, f = 0.0, 0.0, self.f
+        for batch in self.batches:
+            start: list[list[Tensor]] = []
+            recent = collections.deque[list[Tensor]](maxlen=2)
+
+            def noted(z: Any, *args: Any, start: Any = start, recent: Any = recent, **kwargs: Any) -> Any:
+                nonlocal largest
+                recent.append([x.detach().clone() for x in tree_leaves(z)])
+                if len(start) < 2:
+                    start.append(recent[-1])
+                out = f(z, *args, **kwargs)
+                numbers = [*recent[-1], *tree_leaves(out)]
+                largest = max(largest, *(float(x.detach().abs().amax()) for x in numbers if x.numel()))
+                return out
+
+            self._differentiated(noted, batch, trial, "float64")
+            pairs = [(x.double(), y.double()) for x, y in zip(recent[0], start[1], strict=True)]
+            wrong, size = sum_of_squares([x - y for x, y in pairs]), sum_of_squares([y for _, y in pairs])
+            worst = max(worst, float((wrong / size).nan_to_num(math.inf).sqrt()))
+        return worst, largest
+
+    def works(self, trial: Trial, state: str | Exact) -> None:
+        """Raise if a solve with the result fails in one of the passes."""
+        try:
+            self._differentiated(self.f, self.batches[0], trial, state, check="raise")
+        except (ReconstructionError, ConvergenceError, FloatingPointError, OverflowError) as error:
+            if not isinstance(error, ConvergenceError) or self.options.get("check") == "raise":
+                found = f"beta = {trial.beta:g}, gamma = {trial.gamma:g}, state = {state!r}"
+                raise RuntimeError(f"a solve with the best that was found, {found}, fails: {error}") from error
+
+    def _differentiated(self, f: Any, batch: tuple[Any, ...], trial: Trial, state: Any, **changed: Any) -> None:
+        """Both passes of a solve."""
+        with torch.inference_mode(False), torch.enable_grad():
+            z0 = tree_map(lambda x: x.detach().clone().requires_grad_(), batch[0])
+            s = self.solved(f, (z0, *batch[1:]), beta=trial.beta, gamma=trial.gamma, state=state, **changed)
+            leaves = tree_leaves(s.z)
+            torch.autograd.grad(leaves, tree_leaves(z0), [torch.ones_like(x) for x in leaves], allow_unused=True)
 
 
-def _with_schedule(problem: Problem, found: Tuning) -> Tuning:
-    """The result of gradient descent from the best pair, or the pair itself if that is better."""
-    count = found.evaluations
-    pair = found.beta, found.gamma
-    with _progress(UPDATES, "update") as done:
-        descended = descend(problem, (pair,) * count, done)
-    # Rounded to the fractions of state="auto", so that all states use the same coefficients.
-    descended = tuple((Radix.nearest(beta, Exact().fraction_bits, gamma).beta, gamma) for beta, gamma in descended)
-    settings = {"beta": found.beta, "gamma": found.gamma, "max_steps": count // 2}
-    schedules = [(pair,) * count, descended]
-    sizes = [problem.residual(schedule=pairs, **settings)[0] for pairs in schedules]
-    best = schedules[sizes.index(min(sizes))]
-    curves = {
-        "schedule": problem.along(schedule=best, **settings),
-        "best pair": problem.along(**settings),
-        "Anderson": anderson(problem, count),
-    }
-    return replace(found, schedule=best, residual=min(sizes), curves=curves)
+def _split(batches: list[tuple[Any, ...]]) -> tuple[list[Any], list[Any], str]:
+    """The batches to tune for, those that are held out, and what that is."""
+    if len(batches) > 1:
+        return batches[:-1], batches[-1:], "the batch"
+    leaves = tree_leaves(batches[0])
+    if (
+        all(isinstance(x, Tensor) and x.dim() and x.shape[0] == leaves[0].shape[0] for x in leaves)
+        and len(leaves[0]) > 1
+    ):
+        return (
+            [tree_map(lambda x: x[::2], batches[0])],
+            [tree_map(lambda x: x[1::2], batches[0])],
+            "every second example",
+        )
+    return batches, [], "nothing"
 
 
 def _search(given: tuple[float, float], trials: dict[tuple[float, float], Trial]) -> Iterator[tuple[float, float]]:
@@ -299,27 +372,3 @@ def _allowed(beta: float, gamma: float, upwards: bool) -> tuple[float, float]:
     if abs(1 - beta) < CLOSEST_TO_1:
         beta = 1 + CLOSEST_TO_1 if upwards else 1 - CLOSEST_TO_1
     return round(min(max(beta, 0.1), 1.9), 4), round(min(max(gamma, 0.05), 1.9), 4)
-
-
-@contextlib.contextmanager
-def _progress(total: int, unit: str) -> Iterator[Callable[[], None]]:
-    """A function to call after each trial. It shows a progress bar if tqdm and a terminal are available."""
-    bar: Any = None
-    began, done = time.monotonic(), 0
-
-    def step() -> None:
-        nonlocal bar, done
-        done += 1
-        if bar is not None:
-            bar.update()
-        elif done == 1 and total * (time.monotonic() - began) > SLOW and sys.stderr.isatty():
-            with contextlib.suppress(ImportError):
-                from tqdm import tqdm
-
-                bar = tqdm(total=total, initial=done, desc="tune", unit=unit, leave=False)
-
-    try:
-        yield step
-    finally:
-        if bar is not None:
-            bar.close()

@@ -5,101 +5,77 @@ It computes the same bits as a solve with a float64 state, without saving memory
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
-from ..kernels.half_step import Coefficients
 from ..kernels.reference import relaxed
 from .iteration import relative_change
-from .state import State
+from .state import State, is_fake
 
 
 def unrolled(
-    f: Callable[..., Any],
-    z0: Any,
-    args: tuple[Any, ...],
-    steps: Sequence[Coefficients],
-    around: Callable[..., State] = lambda half_step, *states: half_step(*states),
-    y0: Any = None,
-    indexed: bool = False,
+    f: Callable[[State, int], State],
+    z0: State,
+    y0: State,
+    step: Any,
+    max_steps: int,
     tol: float | None = None,
-) -> tuple[Any, Any, Tensor, int]:
-    """The last y and z, the squared norms of the last change of z and of z, and the number of steps. `steps` has the
-    coefficients of every half-step, and `around` is called with each half-step and its states, to run it."""
-    initial, spec = tree_flatten(z0)
-
-    def read(state: State) -> State:
-        return [s.to(x.dtype) for s, x in zip(state, initial, strict=True)]
+    around: Callable[..., State] = lambda half_step, *states: half_step(*states),
+) -> tuple[State, State, Tensor, int]:
+    """The last y and z, the squared norms of the last change of z and of z, and the number of steps. f(state, k) is
+    evaluation k, and `around` is called with each half-step and its states, to run it."""
 
     def half_step(k: int, state: State, other: State) -> State:
-        given = read(other)
-        out = f(tree_unflatten(given, spec), *args, **({"evaluation": k} if indexed else {}))
-        return [relaxed(s, o, g, steps[k]) for s, o, g in zip(state, spec.flatten_up_to(out), given, strict=True)]
+        read = [s.to(x.dtype) for s, x in zip(other, z0, strict=True)]
+        return [relaxed(s, out, x, step) for s, out, x in zip(state, f(read, k), read, strict=True)]
 
-    z = before = [x.double() for x in initial]
-    y = z if y0 is None else [x.double() for x in spec.flatten_up_to(y0)]
-    k = 0
-    while k < len(steps):
+    y, z = [x.double() for x in y0], [x.double() for x in z0]
+    norms, steps = torch.zeros(2), 0
+    while steps < max_steps:
         before = z
-        y = around(functools.partial(half_step, k), y, z)
-        z = around(functools.partial(half_step, k + 1), z, y)
-        k += 2
-        if tol is not None and relative_change(_norms(z, before)) <= tol:
+        y = around(functools.partial(half_step, 2 * steps), y, z)
+        z = around(functools.partial(half_step, 2 * steps + 1), z, y)
+        steps += 1
+        norms = _norms(z, before)
+        if tol is not None and relative_change(norms) <= tol:
             break
-    return tree_unflatten(read(y), spec), tree_unflatten(read(z), spec), _norms(z, before), k // 2
-
-
-def inner(xs: State, ys: State) -> Tensor:
-    """The inner product of two states, in float64."""
-    return functools.reduce(torch.add, [(x.double() * y.double()).sum() for x, y in zip(xs, ys, strict=True)])
+    y, z = ([s.to(x.dtype) for s, x in zip(state, z0, strict=True)] for state in (y, z))
+    return y, z, norms, steps
 
 
 def _norms(z: State, before: State) -> Tensor:
     state = [x.detach() for x in z]
     changes = [new - old.detach() for new, old in zip(state, before, strict=True)]
-    return torch.stack([inner(changes, changes), inner(state, state)])
+    return torch.stack([sum_of_squares(changes), sum_of_squares(state)])
 
 
-# Tracers
+def sum_of_squares(state: State) -> Tensor:
+    """Of all numbers of a state, in float64."""
+    return functools.reduce(torch.add, [x.double().square().sum() for x in state])
 
 
-def is_exporting() -> bool:
-    """Whether torch.export is tracing. torch.compiler.is_exporting, the fallback, is always True where torch.compile
-    traces it, before torch 2.13."""
-    compiler: Any = torch.compiler
-    return compiler._is_exporting_flag if hasattr(compiler, "_is_exporting_flag") else compiler.is_exporting()
-
-
-def is_traced() -> bool:
+def is_traced(state: Any) -> bool:
     """Whether operations are being recorded, by torch.export, torch.jit.trace, make_fx or an exporter based on them,
     which would miss our kernels."""
-    if torch.jit.is_tracing() or is_exporting():  # type: ignore[attr-defined]
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
         return True
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    return proxies is not None and proxies.get_proxy_mode() is not None
+    if proxies is not None and proxies.get_proxy_mode() is not None:
+        return True
+    return any(map(is_fake, [state] if isinstance(state, Tensor) else tree_leaves(state)))
 
 
-def in_compiled_model() -> bool:
-    """Whether torch.compile is tracing this. (torch.export may use the same tracer.)"""
-    return torch.compiler.is_dynamo_compiling() and not is_exporting()
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def has_fakes(state: Any) -> bool:
-    """Whether it contains a fake tensor of a tracer."""
-    leaves = [state] if isinstance(state, Tensor) else tree_leaves(state)
-    return any(hasattr(x, "fake_mode") for x in leaves)
-
-
-def undrawn(f: Callable[..., Any]) -> Callable[..., Any]:
-    """f for a tracer, which would record other random numbers for every evaluation: raises if f drops out."""
-    for module in f.modules() if isinstance(f, nn.Module) else ():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-            raise RuntimeError(
-                "f has dropout in training mode, and a traced or exported solve would draw another mask in every "
-                "evaluation: call .eval() on the model first"
-            )
-    return f
+def refuse_dropout(modules: Any) -> None:
+    """A tracer would record other random numbers for every evaluation."""
+    if any(isinstance(m, DROPOUTS) and m.training and m.p > 0 for outer in modules for m in outer.modules()):
+        raise RuntimeError(
+            "f has dropout in training mode, and a traced or exported solve would draw another mask in every "
+            "evaluation: call .eval() on the model first"
+        )

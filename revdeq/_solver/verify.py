@@ -4,7 +4,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .check import ATOMICS
-from .options import options_from, with_options
+from .options import Keywords, options_from
 from .solve import checked_f, solve
 
 LARGEST_GROWTH = 1000.0
@@ -79,19 +79,21 @@ class Report:
         return f"{text}: f expands, and gradients explode; damp f with gamma < 1, or take fewer steps"
 
 
-@with_options
 def verify(
-    f: Callable[..., Any], z0: Any, *args: Any, kwargs: Mapping[str, Any] | None = None, **options: Any
+    f: Callable[..., Any],
+    z0: Any,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Unpack[Keywords],
 ) -> Report:
     """Check whether the gradient of a given f is exact, and if not, why.
 
     Runs a forward and a backward pass, hashes every input and output of f, and compares both passes. It stores only 16
     bytes per evaluation. If an output differs, f is evaluated once more to count the differing elements. All steps are
-    compared, regardless of `keep` and `backward_steps`.
+    compared, regardless of `keep`.
 
     Args:
-        f, z0, args, kwargs: As for `revdeq.solve`.
-        {options}
+        f, z0, args, kwargs, options: As for `revdeq.solve`.
 
     Returns:
         A `revdeq.Report`: print it, or read its `exact`.
@@ -109,7 +111,7 @@ def verify(
     recorder = _Recorder(checked_f(f))
     with torch.inference_mode(False), torch.enable_grad():
         initial = _requiring_grad(z0)
-        settings = {**options, "check": None, "keep": 0, "backward_steps": None}
+        settings: Keywords = {**options, "check": None, "keep": 0}
         solution = solve(recorder, initial, *args, kwargs=kwargs, **settings)
         recorder.turn_back(solution.nfe, f"beta = {solution.beta:.6g}, {solution.nfe // 2} steps")
         leaves = tree_leaves(solution.z)

@@ -4,9 +4,8 @@ form="paper" is as printed; form="authors" is as in the code that the paper's au
 form="pre-norm" are language blocks with residual paths.
 """
 
-import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -101,7 +100,7 @@ class TransformerBlock(nn.Module):
         self.mlp = mlp(d, 4 * d, 4 * d, d, approximate="tanh") if form == "authors" else mlp(d, 4 * d, d)
         if form == "pre-norm":
             self.norm3 = nn.LayerNorm(d)
-        self.dropout = nn.Dropout(checked_dropout(dropout))
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, z: Tensor, x: Tensor, cache: Cache | None = None) -> Tensor:
         if self.form == "authors":
@@ -124,8 +123,6 @@ class CausalAttention(nn.Module):
     def __init__(self, d: int, heads: int = 8, wide_heads: bool = False) -> None:
         super().__init__()
         self.heads = checked_size("heads", heads)
-        if not isinstance(wide_heads, bool):
-            raise ValueError(f"wide_heads = {wide_heads!r} must be true or false")
         if checked_size("d", d) % heads and not wide_heads:
             raise ValueError(
                 f"d = {d} is not a multiple of heads = {heads}: change one of them, or use wide_heads=True"
@@ -162,39 +159,6 @@ class PreActivation(nn.Module):
         return self.residual(x) + self.conv2(F.relu(self.norm2(h)))
 
 
-def made(block: Any, default: Callable[[], nn.Module], **sizes: int) -> nn.Module:
-    """The f of a model: block(*sizes), or the default if block is None."""
-    if block is None:
-        return default()
-    call = f"block({', '.join(sizes)})"
-    if isinstance(block, str) or not callable(block):
-        raise TypeError(f"block = {block!r} must be a class or function such that {call} returns a module f(z, x)")
-    try:
-        inspect.signature(block).bind(*sizes.values())
-    except TypeError as error:
-        raise TypeError(
-            f"block = {name_of(block)} cannot be called as {call}: {error}; define __init__(self, {', '.join(sizes)})"
-        ) from error
-    f = block(*sizes.values())
-    if not isinstance(f, nn.Module):
-        raise TypeError(f"block = {name_of(block)} returned a {type(f).__name__}: {call} must return a torch.nn.Module")
-    try:
-        inspect.signature(f.forward).bind(None, None)
-    except TypeError as error:
-        raise TypeError(
-            f"block = {name_of(block)} returned an f that cannot be called as f(z, x): {error}; define forward(self, "
-            f"z, x)"
-        ) from error
-    return f
-
-
-def name_of(block: Any) -> str:
-    """For messages: "module:Class", or the name of a function."""
-    if isinstance(block, str):
-        return block
-    return f"{block.__module__}:{block.__qualname__}" if hasattr(block, "__qualname__") else repr(block)
-
-
 def mlp(*sizes: int, approximate: str = "none") -> nn.Sequential:
     """Linear layers with GELU between them."""
     layers: list[nn.Module] = [nn.Linear(sizes[0], sizes[1])]
@@ -224,9 +188,3 @@ def checked_form(form: str, forms: Mapping[str, str]) -> str:
         known = ", ".join(f"{name!r} ({meaning})" for name, meaning in forms.items())
         raise ValueError(f"form = {form!r} must be one of {known}")
     return form
-
-
-def checked_dropout(dropout: float) -> float:
-    if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-        raise ValueError(f"dropout = {dropout!r} must be a probability in [0, 1); 0 is none")
-    return dropout

@@ -1,22 +1,20 @@
-"""Explicit models for comparison, which can be sized to match an equilibrium model."""
+"""Explicit models for comparison."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import CausalAttention, PreActivation, checked_dropout, checked_size, mlp
-from .caches import Cache, Caches
+from .blocks import CausalAttention, PreActivation, checked_size, mlp
+from .caches import Cache
 from .decoding import DecodingModel
 from .image import by_scale, checked_images
 from .language import Embedding, initialise
-from .model import Model
 from .puzzle import PuzzleBlock, checked_puzzles, classifier, encoder
 
 
-class ResNet(Model):
+class ResNet(nn.Module):
     """The pre-activation ResNet of He et al. (2016, "Identity mappings"): images (B, 3, H, W) to logits (B, classes).
 
     The defaults are ResNet-18.
@@ -30,8 +28,6 @@ class ResNet(Model):
         >>> revdeq.models.ResNet(channels=(8, 16), depth=1)(torch.randn(2, 3, 32, 32)).shape
         torch.Size([2, 10])
     """
-
-    last = None
 
     def __init__(
         self, channels: Sequence[int] = (64, 128, 256, 512), depth: int | Sequence[int] = 2, classes: int = 10
@@ -53,26 +49,6 @@ class ResNet(Model):
         x = F.relu(self.norm(self.blocks(self.encode(checked_images(images)))))
         return self.classify(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
-    @classmethod
-    def sized(cls, parameters: int, channels: Sequence[int] = (64, 128, 256, 512), **settings: Any) -> "ResNet":
-        """A model with nearly this many parameters: `channels` are kept in proportion.
-
-        Args:
-            parameters: How many there should be.
-            channels: The proportions of the scales.
-            settings: Other arguments of the model, by name.
-
-        Returns:
-            The model.
-        """
-        channels = by_scale("channels", channels)
-
-        def scaled(widest: int) -> list[int]:
-            return [max(1, round(widest * c / max(channels))) for c in channels]
-
-        widest = _nearest(lambda n: cls(scaled(n), **settings), parameters, "use a smaller depth")
-        return cls(scaled(widest), **settings)
-
 
 class Transformer(DecodingModel):
     """A pre-norm transformer like GPT-2: tokens (B, T) to logits (B, T, vocabulary), with a tied head.
@@ -91,8 +67,6 @@ class Transformer(DecodingModel):
         >>> model(torch.randint(100, (2, 12))).shape
         torch.Size([2, 12, 100])
     """
-
-    last = None
 
     def __init__(
         self,
@@ -114,28 +88,14 @@ class Transformer(DecodingModel):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.embed.logits(self.norm(self.layers(self.embed(tokens))))
 
-    def _decoded(self, tokens: Tensor, caches: Caches, tol: float | None = None) -> Tensor:
-        x = self.embed(tokens, caches.positions)
-        for k, layer in enumerate(self.layers):
-            x = layer(x, caches.at(k))
+    def _decoded(self, tokens: Tensor, cache: Cache) -> Tensor:
+        x = self.embed(tokens, cache.positions)
+        for layer in self.layers:
+            x = layer(x, cache)
         return self.embed.logits(self.norm(x[:, -1]))
 
-    @classmethod
-    def sized(cls, parameters: int, **settings: Any) -> "Transformer":
-        """A model with nearly this many parameters: `hidden` is chosen.
 
-        Args:
-            parameters: How many there should be.
-            settings: Other arguments of the model, by name.
-
-        Returns:
-            The model.
-        """
-        hidden = _nearest(lambda n: cls(hidden=n, **settings), parameters, "use a smaller d or depth")
-        return cls(hidden=hidden, **settings)
-
-
-class PuzzleNet(Model):
+class PuzzleNet(nn.Module):
     """A `PuzzleModel` with a stack of blocks, each with its own parameters, in place of the equilibrium.
 
     Args:
@@ -149,8 +109,6 @@ class PuzzleNet(Model):
         >>> revdeq.models.PuzzleNet(channels=8)(torch.randn(2, 3, 9, 9)).shape
         torch.Size([2, 9, 9, 2])
     """
-
-    last = None
 
     def __init__(
         self, features: int = 3, dimensions: int = 2, channels: int = 32, classes: int = 2, depth: int = 2
@@ -167,27 +125,13 @@ class PuzzleNet(Model):
             z = block(z, x)
         return self.classify(z.movedim(1, -1))
 
-    @classmethod
-    def sized(cls, parameters: int, **settings: Any) -> "PuzzleNet":
-        """A model with nearly this many parameters: `channels` are chosen.
-
-        Args:
-            parameters: How many there should be.
-            settings: Other arguments of the model, by name.
-
-        Returns:
-            The model.
-        """
-        channels = _nearest(lambda n: cls(channels=n, **settings), parameters, "use a smaller depth")
-        return cls(channels=channels, **settings)
-
 
 class Layer(nn.Module):
     def __init__(self, d: int, heads: int, hidden: int, dropout: float) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
         self.attention, self.mlp = CausalAttention(d, heads), mlp(d, hidden, d)
-        self.dropout = nn.Dropout(checked_dropout(dropout))
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x), cache))
@@ -208,21 +152,3 @@ def count_parameters(model: nn.Module) -> int:
         8
     """
     return sum(p.numel() for p in model.parameters())
-
-
-def _nearest(make: Callable[[int], nn.Module], parameters: int, remedy: str) -> int:
-    """The size with which `make` has the closest number of parameters."""
-
-    def count(size: int) -> int:
-        with torch.device("meta"):  # nothing is allocated
-            return count_parameters(make(size))
-
-    if count(1) > parameters:
-        raise ValueError(f"parameters = {parameters} is below the smallest possible model, {count(1)}: {remedy}")
-    low, high = 1, 2
-    while count(high) < parameters:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if count(middle) <= parameters else (low, middle)
-    return min((low, high), key=lambda size: abs(count(size) - parameters))

@@ -1,7 +1,6 @@
 """The paper's image models. To use an f of your own, pass SingleScale(block=MyBlock), where MyBlock(channels, width) is
 a module f(z, x)."""
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,14 +8,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import FORMS, ConvBlock, PreActivation, checked_form, checked_size, group_norm, made
-from .equilibrium import Equilibrium, EquilibriumModel
+from .blocks import FORMS, ConvBlock, PreActivation, checked_form, checked_size, group_norm
+from .equilibrium import equilibrium, unrounded
 
 POOLED = 4
 """The side of the image that the single-scale model classifies."""
 
 
-class SingleScale(EquilibriumModel):
+class SingleScale(nn.Module):
     """A 3x3 convolution with GroupNorm, the equilibrium of a `ConvBlock` (equation 8 of the paper), average pooling
     to 4x4, and a linear layer: images (B, 3, H, W) to logits (B, classes).
 
@@ -30,7 +29,9 @@ class SingleScale(EquilibriumModel):
         block: A class or function that returns another f, given `channels` and `width`. None is `ConvBlock`.
         max_steps: As for `revdeq.RevDEQ`.
         beta: As for `revdeq.RevDEQ`.
-        options: Other options of `Equilibrium` and `revdeq.RevDEQ`, by name.
+        solver: "reversible", or "torchdeq" for comparison: `revdeq.baselines.Anderson`.
+        evaluations: As for `revdeq.baselines.Anderson`.
+        options: Other options of `revdeq.RevDEQ`, by name.
 
     Example:
         >>> revdeq.models.SingleScale(channels=16)(torch.randn(2, 3, 32, 32)).shape
@@ -46,21 +47,23 @@ class SingleScale(EquilibriumModel):
         block: Callable[[int, int], nn.Module] | None = None,
         max_steps: int = 4,
         beta: float = 0.8,
+        solver: str = "reversible",
+        evaluations: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         checked_size("channels", channels), checked_size("classes", classes), checked_form(form, FORMS)
-        f = made(block, lambda: ConvBlock(channels, width, form), channels=channels, width=width)
+        f = ConvBlock(channels, width, form) if block is None else block(channels, width)
         self.encode = nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), group_norm(channels))
-        self.equilibrium = Equilibrium(f, max_steps=max_steps, beta=beta, **options)
+        self.equilibrium = equilibrium(f, solver, evaluations, max_steps=max_steps, beta=beta, **options)
         self.classify = nn.Linear(POOLED**2 * channels, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        z = self.equilibrium(self.encode(checked_images(images)))
+        z = self.equilibrium(unrounded(self.encode(checked_images(images))))
         return self.classify(F.adaptive_avg_pool2d(z, POOLED).flatten(1))
 
 
-class MultiScale(EquilibriumModel):
+class MultiScale(nn.Module):
     """The implicit ResNet: four scales, each the equilibrium of a `ConvBlock` with a skip connection around it and a
     `PreActivation` block that halves the image; after the last scale, global average pooling.
 
@@ -79,8 +82,9 @@ class MultiScale(EquilibriumModel):
         block: A class or function that returns another f, given the channels and the width of a scale. None is
             `ConvBlock`.
         beta: As for `revdeq.RevDEQ`.
-        evaluations: As for `Equilibrium`, of each scale, or one number for all.
-        options: Other options of `Equilibrium` and `revdeq.RevDEQ`, by name.
+        solver: "reversible", or "torchdeq" for comparison: `revdeq.baselines.Anderson`.
+        evaluations: As for `revdeq.baselines.Anderson`.
+        options: Other options of `revdeq.RevDEQ`, by name.
 
     Example:
         >>> model = revdeq.models.MultiScale(channels=(8, 16), widths=1, max_steps=2)
@@ -97,7 +101,8 @@ class MultiScale(EquilibriumModel):
         form: str = "paper",
         block: Callable[[int, int], nn.Module] | None = None,
         beta: float = 0.8,
-        evaluations: int | Sequence[int] | None = None,
+        solver: str = "reversible",
+        evaluations: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -105,14 +110,13 @@ class MultiScale(EquilibriumModel):
         channels = by_scale("channels", channels)
         scales = len(channels)
         widths, max_steps = by_scale("widths", widths, scales), by_scale("max_steps", max_steps, scales)
-        limits = [None] * scales if evaluations is None else by_scale("evaluations", evaluations, scales)
         self.encode = nn.Sequential(
             nn.Conv2d(3, channels[0], 3, padding=1, bias=False), nn.BatchNorm2d(channels[0]), nn.ReLU()
         )
         self.scales, self.downsample = nn.ModuleList(), nn.ModuleList()
-        for c, width, n, limit in zip(channels, widths, max_steps, limits, strict=True):
-            f = made(block, functools.partial(ConvBlock, c, width, form), channels=c, width=width)
-            self.scales.append(Equilibrium(f, max_steps=n, beta=beta, evaluations=limit, **options))
+        for c, width, n in zip(channels, widths, max_steps, strict=True):
+            f = ConvBlock(c, width, form) if block is None else block(c, width)
+            self.scales.append(equilibrium(f, solver, evaluations, max_steps=n, beta=beta, **options))
         for c, following in itertools.pairwise(channels):
             self.downsample.append(PreActivation(c, following, stride=2))
         self.downsample.append(nn.AdaptiveAvgPool2d(1))
@@ -120,8 +124,8 @@ class MultiScale(EquilibriumModel):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.encode(checked_images(images))
-        for equilibrium, downsample in zip(self.scales, self.downsample, strict=True):
-            x = downsample(x + equilibrium(x))
+        for layer, downsample in zip(self.scales, self.downsample, strict=True):
+            x = downsample(x + layer(unrounded(x)))
         return self.classify(x.flatten(1))
 
 

@@ -10,18 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import LANGUAGE_FORMS, TransformerBlock, checked_form, checked_size, made
-from .caches import Caches
+from ..baselines import Anderson
+from .blocks import LANGUAGE_FORMS, TransformerBlock, checked_form, checked_size
+from .caches import Cache
 from .decoding import DecodingModel, takes_a_cache
-from .equilibrium import Equilibrium, EquilibriumModel
+from .equilibrium import equilibrium
 
 INITIAL_DEVIATION = 0.02 * math.sqrt(1024)
 """Initial standard deviation times sqrt(fan-in): GPT-2's .02 at the paper's size. The paper does not state it."""
 
 
-class LanguageModel(EquilibriumModel, DecodingModel):
-    """Embeddings of tokens and positions, the equilibrium of a `TransformerBlock` (equation 7 of the paper), and the
-    a tied head: tokens (B, T) to logits (B, T, vocabulary) of each next token.
+class LanguageModel(DecodingModel):
+    """Embeddings of tokens and positions, the equilibrium of a `TransformerBlock` (equation 7 of the paper), and a
+    tied head: tokens (B, T) to logits (B, T, vocabulary) of each next token.
 
     The defaults are the paper's, which states 94M parameters. There are 93,987,840 with heads of full size d, and
     64,627,712 with heads of size d / 8 (wide_heads=False).
@@ -38,13 +39,13 @@ class LanguageModel(EquilibriumModel, DecodingModel):
         block: A class or function that returns another f, given `d`. None is `TransformerBlock`.
         max_steps: As for `revdeq.RevDEQ`.
         beta: As for `revdeq.RevDEQ`.
-        options: Other options of `Equilibrium` and `revdeq.RevDEQ`, by name.
+        solver: "reversible", or "torchdeq" for comparison: `revdeq.baselines.Anderson`.
+        evaluations: As for `revdeq.baselines.Anderson`.
+        options: Other options of `revdeq.RevDEQ`, by name.
 
     Example:
         >>> model = revdeq.models.LanguageModel(vocabulary=100, d=16, heads=2, length=32)
         >>> model(torch.randint(100, (2, 12))).shape
-        torch.Size([2, 12, 100])
-        >>> model(torch.randint(100, (2, 12)), tol=0.1).shape  # each position stops separately
         torch.Size([2, 12, 100])
     """
 
@@ -60,33 +61,34 @@ class LanguageModel(EquilibriumModel, DecodingModel):
         block: Callable[[int], nn.Module] | None = None,
         max_steps: int = 4,
         beta: float = 0.5,
+        solver: str = "reversible",
+        evaluations: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         checked_form(form, LANGUAGE_FORMS)
         self.embed = Embedding(vocabulary, d, length)
-        f = made(block, lambda: TransformerBlock(d, heads, dropout, wide_heads, form), d=d)
-        self.equilibrium = Equilibrium(f, max_steps=max_steps, beta=beta, **options)
+        f = TransformerBlock(d, heads, dropout, wide_heads, form) if block is None else block(d)
+        self.equilibrium = equilibrium(f, solver, evaluations, max_steps=max_steps, beta=beta, **options)
         initialise(self.embed)
         if block is None:
             initialise(f)
 
-    def forward(self, tokens: Tensor, tol: float | None = None) -> Tensor:
-        x = self.embed(tokens)
-        return self.embed.logits(self.equilibrium(x) if tol is None else self.equilibrium.by_position(x, tol))
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.embed.logits(self.equilibrium(self.embed(tokens)))
 
-    def _decoded(self, tokens: Tensor, caches: Caches, tol: float | None = None) -> Tensor:
-        z = self.equilibrium._cached(self.embed(tokens, caches.positions), caches, tol)
+    def _decoded(self, tokens: Tensor, cache: Cache) -> Tensor:
+        z = self.equilibrium(self.embed(tokens, cache.positions), cache=cache)
         return self.embed.logits(z[:, -1])
 
-    def _why_not_cached(self, tol: float | None) -> str | None:
-        equilibrium = self.equilibrium
-        if not takes_a_cache(equilibrium.f):
-            return f"{type(equilibrium.f).__name__} takes no cache; define forward(self, z, x, cache=None)"
-        if equilibrium.solver != "reversible":
-            return f"solver = {equilibrium.solver!r} does not support caches; use solver='reversible'"
-        if equilibrium.tol is not None and tol is None:
-            return f"tol = {equilibrium.tol!r} stops all positions together; use tol=None, or generate(tol=...)"
+    def _why_not_cached(self) -> str | None:
+        layer = self.equilibrium
+        if not takes_a_cache(layer.f):
+            return f"{type(layer.f).__name__} takes no cache; define forward(self, z, x, cache=None)"
+        if isinstance(layer, Anderson):
+            return "solver = 'torchdeq' does not support a cache; use solver='reversible'"
+        if layer.tol is not None:
+            return f"with tol = {layer.tol!r} tokens differ in their number of evaluations; use tol=None"
         return None
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import checked_size, made
-from .equilibrium import Equilibrium, EquilibriumModel
+from .blocks import checked_size
+from .equilibrium import equilibrium, unrounded
 
 CONVOLUTIONS: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d}
 
@@ -54,7 +54,7 @@ class ChannelNorm(nn.Module):
         return F.layer_norm(x.movedim(1, -1), self.weight.shape, self.weight, self.bias).movedim(-1, 1)
 
 
-class PuzzleModel(EquilibriumModel):
+class PuzzleModel(nn.Module):
     """The equilibrium of a `PuzzleBlock` between a local encoder and a local head: (B, features, positions ...) to
     logits (B, positions ..., classes).
 
@@ -69,7 +69,9 @@ class PuzzleModel(EquilibriumModel):
         block: A class or function that returns another f, given `channels` and `dimensions`. None is `PuzzleBlock`.
         max_steps: As for `revdeq.RevDEQ`.
         beta: As for `revdeq.RevDEQ`.
-        options: Other options of `Equilibrium` and `revdeq.RevDEQ`, by name.
+        solver: "reversible", or "torchdeq" for comparison: `revdeq.baselines.Anderson`.
+        evaluations: As for `revdeq.baselines.Anderson`.
+        options: Other options of `revdeq.RevDEQ`, by name.
 
     Example:
         >>> revdeq.models.PuzzleModel(channels=8, max_steps=4)(torch.randn(2, 3, 9, 9)).shape
@@ -86,19 +88,19 @@ class PuzzleModel(EquilibriumModel):
         block: Callable[[int, int], nn.Module] | None = None,
         max_steps: int = 16,
         beta: float = 0.8,
+        solver: str = "reversible",
+        evaluations: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        if not isinstance(noise, (int, float)) or not 0 <= noise < float("inf"):
-            raise ValueError(f"noise = {noise!r} must be a number of at least 0 (z is about 1); 0 disables it")
         self.noise = noise
         self.encode = encoder(features, dimensions, channels)
-        f = made(block, lambda: PuzzleBlock(channels, dimensions), channels=channels, dimensions=dimensions)
-        self.equilibrium = Equilibrium(f, max_steps=max_steps, beta=beta, **options)
+        f = PuzzleBlock(channels, dimensions) if block is None else block(channels, dimensions)
+        self.equilibrium = equilibrium(f, solver, evaluations, max_steps=max_steps, beta=beta, **options)
         self.classify = classifier(channels, classes)
 
     def forward(self, puzzles: Tensor) -> Tensor:
-        x = self.encode(checked_puzzles(self.encode, puzzles))
+        x = unrounded(self.encode(checked_puzzles(self.encode, puzzles)))
         z0 = None
         if self.training and self.noise:
             z0 = self.noise * torch.randn(x.shape, device=x.device)

@@ -14,22 +14,24 @@ e <= n, so x m / 2^31 exceeds x / n by x e / (2^31 n) < n e / (2^12 n) <= 1 / n,
 away. Larger numbers are divided in two digits, of which the lower has 19 bits.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import gpu, passes, reference_exact
-from .half_step import LANES, Adjoints, Linear, in_order
+from .. import reference_exact
+from ..half_step import LANES, Adjoints
+from ..radix import Radix
+from . import float64 as gpu
+from . import passes
 from .launch import launch_blocks, launch_chunks
-from .radix import Radix
 
 BLOCK = 512
 
 STEP = ["start", "to", "sign", "weight", "by_start", "by_to", "gamma", "rest"]
-NUMBERS = ["n", *gpu.EACH, "half_step", *STEP, "adjoint_a", "adjoint_b", "adjoint_c", "kept"]
+NUMBERS = ["n", *gpu.EACH, *STEP, "adjoint_a", "adjoint_b", "adjoint_c", "kept"]
 
 
 @triton.jit
@@ -151,19 +153,19 @@ def _relax(pointers, numbers, o_x, m_x, left):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _relax_kernel(
-    p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_ends, n, now, sixteenth, half_step,
+    p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_ends, n, now, sixteenth,
     start, to, sign, weight, by_start, by_to, gamma, rest,
     UNIT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pointers = p_state, p_f, p_read, p_copy, p_spill
     numbers = (start, to, sign, weight, by_start, by_to, gamma, rest), UNIT
     each = p_ends, now, sixteenth
-    passes.each_block(_relax, pointers, numbers, n, each, BLOCK, p_alarm + half_step * LANES, LANES)
+    passes.each_block(_relax, pointers, numbers, n, each, BLOCK, p_alarm, LANES)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _relax_norms_kernel(
-    p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_partial, p_ends, n, now, sixteenth, half_step,
+    p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_partial, p_ends, n, now, sixteenth,
     start, to, sign, weight, by_start, by_to, gamma, rest,
     UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +176,7 @@ def _relax_norms_kernel(
     each = p_ends, now, sixteenth
     totals = passes.each_chunk(_relax, pointers, numbers, totals, n, each, gpu.RELAXED, ROWS, LANES)
     passes.store_totals(p_partial, totals[:2], LANES)
-    passes.raise_alarm(p_alarm + half_step * LANES, totals[2], passes.offsets(LANES), LANES)
+    passes.raise_alarm(p_alarm, totals[2], passes.offsets(LANES), LANES)
 
 
 @triton.jit
@@ -248,77 +250,45 @@ def reciprocal(n: int) -> int:
 
 
 class HalfStep(reference_exact.HalfStep):
-    def __init__(
-        self, state: Tensor, copy: Tensor, steps: Sequence[Radix], spilled: list[Tensor] | None = None
-    ) -> None:
-        super().__init__(state, copy, steps, spilled)
-        self._adjoint_bits = gpu.Bits(torch.promote_types(copy.dtype, torch.float32))
+    def __init__(self, state: Tensor, step: Radix) -> None:
+        super().__init__(state, step)
         self._warps = gpu.warps(state.device)
-        self._step: Radix | None = None
-        self._f_dtype: torch.dtype | None = None
-        self._numbers: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
-        self._unit = 1.0
 
-    @staticmethod
-    def encoded(x: Tensor, like: Tensor, radix: Radix) -> tuple[Tensor, Tensor]:
-        state = torch.empty_like(like, dtype=torch.int64)
-        alarm = torch.zeros(LANES, dtype=torch.int32, device=x.device)
-        tensors = state, in_order(x, state), alarm
-        launch_blocks(_encode_kernel, gpu.warps(x.device), BLOCK, tensors, (), (radix.unit, LANES))
-        return state, alarm
-
-    @staticmethod
-    def decoded(state: Tensor, dtype: torch.dtype, radix: Radix) -> Tensor:
+    def decoded(self, dtype: torch.dtype, rows: Any = ...) -> Tensor:
+        state = self.state[rows]
         copy = torch.empty_like(state, dtype=dtype)
-        launch_blocks(_decode_kernel, gpu.warps(state.device), BLOCK, (state, copy), (), (radix.unit,))
+        launch_blocks(_decode_kernel, self._warps, BLOCK, (state, copy), (), (self.step.unit,))
         return copy
 
-    def _numbers_of(self, step: Radix, f: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The arguments of a step and of its inverse, cached for the last step."""
-        if step is not self._step or f.dtype != self._f_dtype:
-            p, d, sign = step.p, step.d, step.sign
-            wide = torch.float64 if torch.float64 in (f.dtype, self.copy.dtype) else torch.float32
-            mix = gpu.bits_of(step.gamma, wide), gpu.bits_of(1 - step.gamma, wide)
-            there = p, d, sign, d - sign * p, reciprocal(p), reciprocal(d), *mix
-            back = d, p, sign, p - sign * d, reciprocal(d), reciprocal(p), *mix
-            self._numbers, self._unit = (there, back), step.unit
-            self._step, self._f_dtype = step, f.dtype
-        return self._numbers
+    def _encode(self, x: Tensor) -> None:
+        launch_blocks(_encode_kernel, self._warps, BLOCK, (self.state, x, self.alarm), (), (self.step.unit, LANES))
 
-    def _relax(self, f: Tensor, read: Tensor | None, step: Radix) -> None:
-        if not gpu.has_kernels(self):
-            super()._relax(f, read, step)
-            return
-        there, _ = self._numbers_of(step, f)
-        tensors = self.state, f, read, self.copy, self._put_aside(step), self.alarm, self.ends
-        numbers = *gpu.numbers_of_each(self), self.done, *there
-        launch_blocks(_relax_kernel, self._warps, BLOCK, tensors, numbers, (self._unit, LANES), self.examples)
+    def _numbers(self, f_z: Tensor, copy: Tensor, backwards: bool) -> tuple[int, ...]:
+        """The arguments of the step or of its inverse."""
+        p, d, sign, gamma = self.step.p, self.step.d, self.step.sign, self.step.gamma
+        if backwards:
+            p, d = d, p
+        wide = torch.float64 if torch.float64 in (f_z.dtype, copy.dtype) else torch.float32
+        mix = gpu.bits_of(gamma, wide), gpu.bits_of(1 - gamma, wide)
+        return p, d, sign, d - sign * p, reciprocal(p), reciprocal(d), *mix
 
-    def _relax_norms(self, f: Tensor, read: Tensor | None, step: Radix) -> Tensor:
-        if not gpu.has_kernels(self):
-            return super()._relax_norms(f, read, step)
-        there, _ = self._numbers_of(step, f)
-        partial = self.partial_sums()
-        tensors = self.state, f, read, self.copy, self._put_aside(step), self.alarm, partial, self.ends
-        numbers = *gpu.numbers_of_each(self), self.done, *there
-        launch_chunks(_relax_norms_kernel, self._warps, tensors, numbers, (self._unit,), self.examples)
-        return partial
+    def _relax(self, f_z: Tensor, z: Tensor | None, copy: Tensor, partial: Tensor | None) -> None:
+        tensors, numbers = (self.state, f_z, z, copy, self._spill(), self.alarm), self._numbers(f_z, copy, False)
+        unit = self.step.unit
+        if partial is None:
+            launch_blocks(_relax_kernel, self._warps, BLOCK, (*tensors, None), (None, None, *numbers), (unit, LANES))
+        else:
+            launch_chunks(_relax_norms_kernel, self._warps, (*tensors, partial, None), (None, None, *numbers), (unit,))
 
-    def _invert(self, f: Tensor, adjoints: Adjoints, step: Radix, adjoint_step: Linear) -> None:
-        if not gpu.has_kernels(self):
-            super()._invert(f, adjoints, step, adjoint_step)
-            return
-        _, back = self._numbers_of(step, f)
-        tensors = self.state, f, self.copy if step.c else None, self.copy, *adjoints, self._take_back(step)
-        numbers = *gpu.numbers_of_each(self), *back, *self._adjoint_bits(adjoint_step), gpu.kept_of(self)
-        launch_blocks(_invert_kernel, self._warps, BLOCK, (*tensors, self.ends), numbers, (self._unit,), self.examples)
+    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints) -> None:
+        tensors = self.state, f_z, z, copy, *adjoints, self._take_back(), None
+        bits = gpu.adjoint_bits(self.step, copy.dtype)
+        numbers = None, None, *self._numbers(f_z, copy, True), *bits, None
+        launch_blocks(_invert_kernel, self._warps, BLOCK, tensors, numbers, (self.step.unit,))
 
     def _compare(
-        self, f: Tensor, initial: Tensor, floor: Tensor, adjoints: Adjoints, step: Radix, adjoint_step: Linear
-    ) -> Tensor:
-        _, back = self._numbers_of(step, f)
-        worst = self.partial_maxima()
-        tensors = self.state, f, self.copy if step.c else None, initial, *adjoints, floor, worst
-        numbers = *back, *self._adjoint_bits(adjoint_step)
-        launch_chunks(_compare_kernel, self._warps, tensors, numbers, (self._unit,))
-        return worst
+        self, f_z: Tensor, z: Tensor | None, initial: Tensor, adjoints: Adjoints, floor: Tensor, maxima: Tensor
+    ) -> None:
+        tensors = self.state, f_z, z, initial, *adjoints, floor, maxima
+        numbers = *self._numbers(f_z, initial, True), *gpu.adjoint_bits(self.step, initial.dtype)
+        launch_chunks(_compare_kernel, self._warps, tensors, numbers, (self.step.unit,))

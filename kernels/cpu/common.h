@@ -29,8 +29,6 @@ enum dtype { F64, F32, BF16, F16 };
 
 enum {
     LANES = 256, /* as in half_step.py */
-    ROWS = 16,
-    CHUNK = LANES * ROWS,
     SERIAL = 1 << 15, /* below this, waking a second thread costs more than it saves */
 };
 
@@ -100,77 +98,54 @@ typedef struct {
     double a, b, c;
 } coefficients;
 
-/* `count` examples of `length` elements. If ends is not NULL, example i takes ends[i] half-steps, `now` is the number
- * of this one, and the adjoint of a frozen example is multiplied by `kept`. */
+/* The half-steps of one state; __init__.py packs this structure. gamma, sign, p, d and bits are the exact state's. */
 typedef struct {
-    int64_t count, length;
-    const int32_t *ends;
-    double kept;
-    int32_t now;
-} examples;
+    void *state;
+    int64_t n;
+    coefficients step;
+    double gamma;
+    int32_t rows, sign, p, d, bits;
+} half_step;
 
-/* How many half-steps an example still takes, including this one. Only whether it is above 1, above 0, or at least 0
- * matters. */
-INLINE int left_of(const examples *each, int64_t example) { return each->ends ? each->ends[example] - each->now : 2; }
-
-/* adjoint = a adjoint + b vjp + c other. The adjoint is float64 if f reads float64 and otherwise float32, and is
- * computed in its own precision. `other` is read only if `mix`, which is a constant in every call: a condition in a
- * loop would prevent vectorisation. */
-INLINE void update_adjoint(void *adjoint, const void *vjp, const void *other, int64_t i, coefficients k,
-                           enum dtype copy_type, const int mix) {
-    if (copy_type == F64) {
-        double *x = (double *)adjoint, next = k.a * x[i] + k.b * ((const double *)vjp)[i];
-        x[i] = mix ? next + k.c * ((const double *)other)[i] : next;
-    } else {
-        float *x = (float *)adjoint, next = (float)k.a * x[i] + (float)k.b * (float)load(vjp, i, copy_type);
-        x[i] = mix ? next + (float)k.c * ((const float *)other)[i] : next;
+/* adjoint = a adjoint + b vjp + c other, in the adjoint's own precision, which the coefficients are rounded to. `other`
+ * is read only if `mix`, which is a constant in every call: a condition in a loop would prevent vectorisation. */
+#define UPDATE(REAL, VJP)                                                                                     \
+    for (int64_t i = 0; i < n; i++) {                                                                         \
+        REAL next = (REAL)k.a * ((REAL *)adjoint)[i] + (REAL)k.b * (REAL)(VJP);                               \
+        ((REAL *)adjoint)[i] = mix ? next + (REAL)k.c * ((const REAL *)other)[i] : next;                      \
     }
+
+INLINE void update_loop(void *adjoint, const void *vjp, const void *other, int64_t n, coefficients k, enum dtype type,
+                        const int mix) {
+    if (type == F64)
+        _Pragma("omp simd") UPDATE(double, ((const double *)vjp)[i])
+    else
+        _Pragma("omp simd") UPDATE(float, load(vjp, i, type))
 }
 
-INLINE void update_adjoint_loop(void *adjoint, const void *vjp, const void *other, int64_t n, coefficients k,
-                                enum dtype type, const int mix) {
+INLINE void copy_loop(const void *from, void *to, int64_t n, enum dtype type, enum dtype to_type) {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++)
-        update_adjoint(adjoint, vjp, other, i, k, type, mix);
+        store(to, i, to_type, load(from, i, type));
 }
 
-/* Updates [from, from + n) of the adjoint only. */
-CLONES static void update_adjoint_part(void *adjoint, const void *vjp, const void *other, int copy_type, int64_t from,
-                                       int64_t n, coefficients k) {
+/* Updates [from, from + n) of the adjoint, if there is one, and copies it to the seed, if there is one. The adjoint is
+ * float64 if f reads float64, and otherwise float32. */
+CLONES static void update_adjoint(const half_step *h, void *adjoint, const void *vjp, const void *other, int copy_type,
+                                  void *seed, int seed_type, int64_t from, int64_t n) {
+    if (!adjoint)
+        return;
     CONSTANT(C, copy_type, {
         const enum dtype wide = C == F64 ? F64 : F32;
         if (other)
-            update_adjoint_loop(at(adjoint, from, wide), at(vjp, from, C), at(other, from, wide), n, k, C, 1);
+            update_loop(at(adjoint, from, wide), at(vjp, from, C), at(other, from, wide), n, h->step, C, 1);
         else
-            update_adjoint_loop(at(adjoint, from, wide), at(vjp, from, C), NULL, n, k, C, 0);
+            update_loop(at(adjoint, from, wide), at(vjp, from, C), NULL, n, h->step, C, 0);
     })
-}
-
-/* The coefficients of the adjoint's update: unless the next half-step moved the example, a is `kept`. */
-INLINE coefficients of_adjoint(coefficients k, const examples *each, int left) {
-    if (left < 2)
-        k.a = each->kept;
-    return k;
-}
-
-/* Copies the adjoint to the seed, in the seed's dtype. */
-INLINE void seed_loop(const void *adjoint, void *seed, int64_t n, enum dtype type, enum dtype seed_type) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++)
-        store(seed, i, seed_type, load(adjoint, i, type));
-}
-
-/* The same, or 0 if half-step now - 1 did not move the example. */
-CLONES static void store_seed(const void *adjoint, int copy_type, void *seed, int seed_type, int64_t from, int64_t n,
-                              int left) {
-    CONSTANT(S, seed_type,
-        if (left < 0)
-            memset(at(seed, from, S), 0, (char *)at(seed, n, S) - (char *)seed);
-        else if (copy_type == F64)
-            seed_loop(at(adjoint, from, F64), at(seed, from, S), n, F64, S);
-        else
-            seed_loop(at(adjoint, from, F32), at(seed, from, S), n, F32, S);
-    )
+    if (seed && copy_type == F64)
+        CONSTANT(S, seed_type, copy_loop(at(adjoint, from, F64), at(seed, from, S), n, F64, S))
+    else if (seed)
+        CONSTANT(S, seed_type, copy_loop(at(adjoint, from, F32), at(seed, from, S), n, F32, S))
 }
 
 /* The bits of |error| / max(|value|, floor), which are ordered like the numbers, with NaN as the largest. */
@@ -179,11 +154,10 @@ INLINE int32_t ratio_bits(float error, float value, float floor) {
     return (int32_t)(bits_of(error / float_of(size > least ? size : least)) & 0x7FFFFFFFu);
 }
 
-/* Runs its last argument for every chunk [from, from + n) of the h->n elements. A chunk belongs to one example, which
- * still takes `left` half-steps. A parallel region with one thread would cost 0.7 us, as much as 2,000 elements. */
+/* Runs its last argument for every chunk [from, from + n) of the h->n elements. A parallel region with one thread would
+ * cost 0.7 us, as much as 2,000 elements. */
 #define FOR_EACH_CHUNK(threads, ...)                                                 \
-    const int64_t per_example = (h->each.length + CHUNK - 1) / CHUNK;                \
-    const int64_t chunks = h->each.count * per_example;                              \
+    const int64_t size = (int64_t)h->rows * LANES, chunks = (h->n + size - 1) / size; \
     int64_t chunk;                                                                   \
     if (threads < 2 || h->n < SERIAL)                                                \
         for (chunk = 0; chunk < chunks; chunk++) ONE_CHUNK(__VA_ARGS__)              \
@@ -194,9 +168,6 @@ INLINE int32_t ratio_bits(float error, float value, float floor) {
 
 #define ONE_CHUNK(...)                                                               \
     {                                                                                \
-        const int64_t example = chunk / per_example;                                 \
-        const int64_t begin = (chunk - example * per_example) * CHUNK, rest = h->each.length - begin; \
-        const int64_t from = example * h->each.length + begin, n = rest < CHUNK ? rest : CHUNK; \
-        const int left = left_of(&h->each, example);                                 \
+        const int64_t from = chunk * size, n = h->n - from < size ? h->n - from : size; \
         __VA_ARGS__;                                                                 \
     }

@@ -3,15 +3,17 @@ operation computes. passes.py contains the loops and memory accesses."""
 
 import functools
 import struct
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._device import is_capturing
-from . import half_step, passes, reference
-from .half_step import LANES, Adjoints, Coefficients, Linear
+from ..._device import is_capturing
+from .. import half_step
+from ..half_step import LANES, Adjoints, Coefficients
+from . import passes
 from .launch import _on, launch_blocks, launch_chunks
 
 THREADS = LANES // 2
@@ -196,83 +198,47 @@ class Bits:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._step: Linear | None = None
+        self._step: Any | None = None
         self._bits: tuple[int, ...] = ()
 
-    def __call__(self, step: Linear) -> tuple[int, ...]:
+    def __call__(self, step: Any) -> tuple[int, ...]:
         if step is not self._step:
             self._step, self._bits = step, tuple(bits_of(x, self._dtype) for x in (step.a, step.b, step.c))
         return self._bits
 
 
-class HalfStep(reference.HalfStep):
-    def __init__(self, state: Tensor, copy: Tensor) -> None:
-        super().__init__(state, copy)
-        self._bits = Bits(torch.float64)
-        self._inverted: Coefficients | None = None
-        self._adjoint_bits = Bits(torch.promote_types(copy.dtype, torch.float32))
-        self._warps = warps(state.device)
-        self._by_reciprocal = divides_by_reciprocal(state.device)
-
-    def _inversion(self, step: Coefficients) -> tuple[int | None, ...]:
-        """The arguments for the inverse of a step: its coefficients, and 1 / a and -a for DIVIDE."""
-        if not self._by_reciprocal:
-            return *self._bits(step), None, None
-        if step is not self._inverted:
-            self._inverted = step
+class HalfStep(half_step.HalfStep):
+    def __init__(self, state: Tensor, step: Coefficients) -> None:
+        super().__init__(state, step)
+        self._bits, self._warps = Bits(torch.float64), warps(state.device)
+        self._quotient: tuple[int | None, ...] = None, None
+        if divides_by_reciprocal(state.device):
             self._quotient = tuple(bits_of(x, torch.float64) for x in (1 / step.a, -step.a))
-        return *self._bits(step), *self._quotient
 
-    def _relax(self, f: Tensor, read: Tensor | None, step: Coefficients) -> None:
-        if not has_kernels(self):
-            super()._relax(f, read, step)
-            return
-        tensors = self.state, f, read, self.copy, self.ends
-        numbers = *numbers_of_each(self), *self._bits(step)
-        launch_blocks(_relax_kernel, self._warps, RELAX_BLOCK, tensors, numbers, examples=self.examples)
+    def _relax(self, f_z: Tensor, z: Tensor | None, copy: Tensor, partial: Tensor | None) -> None:
+        tensors = self.state, f_z, z, copy
+        numbers = None, None, *self._bits(self.step)
+        if partial is None:
+            launch_blocks(_relax_kernel, self._warps, RELAX_BLOCK, (*tensors, None), numbers)
+        else:
+            launch_chunks(_relax_norms_kernel, self._warps, (*tensors, partial, None), numbers)
 
-    def _relax_norms(self, f: Tensor, read: Tensor | None, step: Coefficients) -> Tensor:
-        if not has_kernels(self):
-            return super()._relax_norms(f, read, step)
-        partial = self.partial_sums()
-        tensors = self.state, f, read, self.copy, partial, self.ends
-        numbers = *numbers_of_each(self), *self._bits(step)
-        launch_chunks(_relax_norms_kernel, self._warps, tensors, numbers, examples=self.examples)
-        return partial
-
-    def _invert(self, f: Tensor, adjoints: Adjoints, step: Coefficients, adjoint_step: Linear) -> None:
-        if not has_kernels(self):
-            super()._invert(f, adjoints, step, adjoint_step)
-            return
-        tensors = self.state, f, self.copy if step.c else None, self.copy, *adjoints, self.ends
-        adjoint_bits = *self._adjoint_bits(adjoint_step), kept_of(self)
-        numbers = *numbers_of_each(self), *self._inversion(step), *adjoint_bits
-        launch_blocks(_invert_kernel, self._warps, INVERT_BLOCK, tensors, numbers, examples=self.examples)
+    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints) -> None:
+        tensors = self.state, f_z, z, copy, *adjoints, None
+        bits = adjoint_bits(self.step, copy.dtype)
+        numbers = None, None, *self._bits(self.step), *self._quotient, *bits, None
+        launch_blocks(_invert_kernel, self._warps, INVERT_BLOCK, tensors, numbers)
 
     def _compare(
-        self, f: Tensor, initial: Tensor, floor: Tensor, adjoints: Adjoints, step: Coefficients, adjoint_step: Linear
-    ) -> Tensor:
-        worst = self.partial_maxima()
-        tensors = self.state, f, self.copy if step.c else None, initial, *adjoints, floor, worst
-        numbers = *self._inversion(step), *self._adjoint_bits(adjoint_step)
+        self, f_z: Tensor, z: Tensor | None, initial: Tensor, adjoints: Adjoints, floor: Tensor, maxima: Tensor
+    ) -> None:
+        tensors = self.state, f_z, z, initial, *adjoints, floor, maxima
+        numbers = *self._bits(self.step), *self._quotient, *adjoint_bits(self.step, initial.dtype)
         launch_chunks(_compare_kernel, self._warps, tensors, numbers)
-        return worst
 
 
-def has_kernels(h: half_step.HalfStep) -> bool:
-    """Whether the kernels support the size of an example: a multiple of 16 elements. With other sizes, accesses would
-    be scalar and sums would need shared memory, so the reference steps those."""
-    return h.ends is None or h.state.numel() % (16 * max(h.examples, 1)) == 0
-
-
-def numbers_of_each(h: half_step.HalfStep) -> tuple[int | None, int | None]:
-    """The number of the half-step, and a sixteenth of the elements of an example, if `each` was called."""
-    return (None, None) if h.ends is None else (h.now, h.state.numel() // (16 * max(h.examples, 1)))
-
-
-def kept_of(h: half_step.HalfStep) -> int | None:
-    """The bits of the factor for the adjoint of a frozen example."""
-    return None if h.ends is None else bits_of(h.kept, torch.promote_types(h.copy.dtype, torch.float32))
+def adjoint_bits(step: Any, dtype: torch.dtype) -> tuple[int, ...]:
+    return tuple(bits_of(x, half_step.wide(dtype)) for x in (step.a, step.b, step.c))
 
 
 def warps(device: torch.device) -> int:

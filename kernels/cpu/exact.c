@@ -10,24 +10,13 @@
  * only these conversions depend on dtypes. */
 #include "common.h"
 
-/* `gamma` and the coefficients of the adjoint are those of the current step. */
-typedef struct {
-    int64_t *state;
-    void *copy;
-    int64_t n;
-    coefficients adjoint;
-    double gamma;
-    int32_t sign, p, d, fraction_bits, copy_type;
-    examples each;
-} exact_half_step;
-
 typedef struct {
     int32_t from, to, sign, weight;
 } radix;
 
-INLINE radix there(const exact_half_step *h) { return (radix){h->p, h->d, h->sign, h->d - h->sign * h->p}; }
-INLINE radix back(const exact_half_step *h) { return (radix){h->d, h->p, h->sign, h->p - h->sign * h->d}; }
-INLINE double unit(const exact_half_step *h) { return 1.0 / (double)((int64_t)1 << h->fraction_bits); }
+INLINE radix there(const half_step *h) { return (radix){h->p, h->d, h->sign, h->d - h->sign * h->p}; }
+INLINE radix back(const half_step *h) { return (radix){h->d, h->p, h->sign, h->p - h->sign * h->d}; }
+INLINE double unit(const half_step *h) { return 1.0 / (double)((int64_t)1 << h->bits); }
 
 INLINE uint64_t word_of(double x) { uint64_t u; memcpy(&u, &x, 8); return u; }
 INLINE double double_of(uint64_t u) { double x; memcpy(&x, &u, 8); return x; }
@@ -186,74 +175,60 @@ INLINE void decode_loop(const int32_t *y, void *copy, int64_t n, double unit, en
         store(copy, i, type, type == F64 ? y[i] * unit : (float)y[i] * (float)unit);
 }
 
-CLONES static int integers(const exact_half_step *h, const void *f, int f_type, const void *read, int64_t row,
+CLONES static int integers(const half_step *h, const void *f, int f_type, const void *z, int z_type, int64_t row,
                            int32_t *number, int64_t n) {
     int bad = 0;
     const double scale = 1 / unit(h);
-    if (read)
-        CONSTANT(F, f_type, CONSTANT(C, h->copy_type,
-            bad = integers_loop(at(f, row, F), at(read, row, C), number, n, h->gamma, scale, F, C, 1)))
+    if (z)
+        CONSTANT(F, f_type, CONSTANT(C, z_type,
+            bad = integers_loop(at(f, row, F), at(z, row, C), number, n, h->gamma, scale, F, C, 1)))
     else
         CONSTANT(F, f_type, bad = integers_loop(at(f, row, F), NULL, number, n, 1, scale, F, F, 0))
     return bad;
 }
 
-/* Converts f and steps one row. Stores Y in y and decodes it into copy, which may be NULL. `read` may be NULL, or equal
- * to copy, which is written last. Returns whether an f or a Y did not fit. */
-INLINE int step_row(const exact_half_step *h, int64_t *state, const void *f, int f_type, const void *read, int64_t row,
-                    int64_t lanes, int32_t *y, void *copy, radix radix) {
+/* Converts f and steps one row of the state. Stores Y in y and decodes it into copy, which may be NULL. z may be NULL,
+ * or equal to copy, which is written last. Returns whether an f or a Y did not fit. */
+INLINE int step_row(const half_step *h, int64_t *state, const void *f, int f_type, const void *z, void *copy,
+                    int copy_type, int64_t row, int64_t lanes, int32_t *y, radix radix) {
     int32_t number[LANES];
     int64_t eights = EIGHTS(lanes), rest = lanes;
     int bad = 0;
-    if (eights && f_type == F32 && !read && (!copy || h->copy_type == F32)) {
+    if (eights && f_type == F32 && !z && (!copy || copy_type == F32)) {
         bad = step_eights_of_floats(state, (const float *)f + row, y, copy ? (float *)copy + row : NULL, eights, radix,
                                     (float)unit(h));
         if (eights == lanes)
             return bad;
         state += eights, y += eights, row += eights, rest = lanes - eights, eights = 0;
     }
-    bad |= integers(h, f, f_type, read, row, number, rest);
+    bad |= integers(h, f, f_type, z, copy_type, row, number, rest);
     if (eights)
         bad |= step_eights(state, number, y, eights, radix);
     if (eights < rest)
         bad |= step_by_doubles(state + eights, number + eights, y + eights, rest - eights, radix);
     if (copy)
-        CONSTANT(C, h->copy_type, decode_loop(y, at(copy, row, C), rest, unit(h), C))
+        CONSTANT(C, copy_type, decode_loop(y, at(copy, row, C), rest, unit(h), C))
     return bad;
 }
 
 #define FOR_EACH_ROW(...)                                                                \
     for (int64_t row = from, end = from + n; row < end; row += LANES) {                  \
         const int64_t lanes = end - row < LANES ? end - row : LANES;                     \
+        int64_t *const state = (int64_t *)h->state + row;                                \
         int32_t y[LANES];                                                                \
         __VA_ARGS__                                                                      \
     }
 
-/* A row of a frozen example: decodes Y into the copy, and keeps R. */
-INLINE void rest_row(const exact_half_step *h, int64_t row, int64_t lanes, int32_t *y, int32_t *spill) {
-    const int64_t *state = h->state + row;
-    for (int64_t i = 0; i < lanes; i++) {
-        y[i] = (int32_t)(state[i] >> 32);
-        if (spill)
-            spill[row + i] = (int32_t)(uint32_t)state[i];
-    }
-    CONSTANT(C, h->copy_type, decode_loop(y, at(h->copy, row, C), lanes, unit(h), C))
-}
-
 /* Returns whether an f or a Y did not fit. spill may be NULL, and so may change and value. */
-CLONES static int exact_relax_chunk(const exact_half_step *h, const void *f, int f_type, const void *read, int64_t from,
-                                    int64_t n, int32_t *spill, float *change, float *value, int left) {
+CLONES static int relax_chunk(const half_step *h, const void *f, int f_type, const void *z, void *copy, int copy_type,
+                              int64_t from, int64_t n, int32_t *spill, float *change, float *value) {
     int bad = 0;
     if (change) {
         memset(change, 0, LANES * sizeof *change);
         memset(value, 0, LANES * sizeof *value);
     }
-    if (left < 1) {
-        FOR_EACH_ROW(rest_row(h, row, lanes, y, spill);)
-        return 0;
-    }
     FOR_EACH_ROW(
-        int64_t *state = h->state + row, before[LANES];
+        int64_t before[LANES];
         if (change)
             memcpy(before, state, lanes * sizeof *state);
         if (spill)
@@ -261,7 +236,7 @@ CLONES static int exact_relax_chunk(const exact_half_step *h, const void *f, int
                 spill[row + i] = (int32_t)(uint32_t)state[i];
                 state[i] = (int64_t)((uint64_t)state[i] & ~(uint64_t)LOW);
             }
-        bad |= step_row(h, state, f, f_type, read, row, lanes, y, h->copy, there(h));
+        bad |= step_row(h, state, f, f_type, z, copy, copy_type, row, lanes, y, there(h));
         if (change)
             for (int64_t i = 0; i < lanes; i++) {
                 float moved = (float)(y[i] - high(before[i])) * (float)unit(h), size = (float)y[i] * (float)unit(h);
@@ -272,51 +247,32 @@ CLONES static int exact_relax_chunk(const exact_half_step *h, const void *f, int
     return bad;
 }
 
-/* What the inverse reads besides f: the input of f, which the copy holds. */
-INLINE const void *read_before(const exact_half_step *h) { return h->gamma != 1 ? h->copy : NULL; }
-
-/* adjoint, vjp and other may be NULL. With a spill, the remainder is restored from there. */
-CLONES static void exact_invert_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from, int64_t n,
-                                      void *adjoint, const void *vjp, const void *other, const int32_t *spill,
-                                      int left) {
-    const coefficients adjoint_step = of_adjoint(h->adjoint, &h->each, left);
-    if (left < 1) {
-        FOR_EACH_ROW(
-            rest_row(h, row, lanes, y, NULL);
-            if (adjoint)
-                update_adjoint_part(adjoint, vjp, NULL, h->copy_type, row, lanes, adjoint_step);
-        )
-        return;
-    }
+/* With a spill, the remainder is restored from there. */
+CLONES static void invert_chunk(const half_step *h, const void *f, int f_type, const void *z, void *copy,
+                                int copy_type, int64_t from, int64_t n, const int32_t *spill) {
     FOR_EACH_ROW(
-        int64_t *state = h->state + row;
-        step_row(h, state, f, f_type, read_before(h), row, lanes, y, h->copy, back(h));
+        step_row(h, state, f, f_type, z, copy, copy_type, row, lanes, y, back(h));
         if (spill)
             for (int64_t i = 0; i < lanes; i++)
                 state[i] = (int64_t)(((uint64_t)state[i] & ~(uint64_t)LOW) | (uint32_t)spill[row + i]);
-        if (adjoint)
-            update_adjoint_part(adjoint, vjp, other, h->copy_type, row, lanes, adjoint_step);
     )
 }
 
-/* Compares as invert_compare_loop does. A nonzero remainder in the initial state is an error too. */
-CLONES static void exact_compare_chunk(const exact_half_step *h, const void *f, int f_type, int64_t from, int64_t n,
-                                       const void *initial, float floor, void *adjoint, const void *vjp,
-                                       const void *other, int32_t *worst) {
+/* A nonzero remainder in the initial state is an error too. */
+CLONES static void compare_chunk(const half_step *h, const void *f, int f_type, const void *z, const void *initial,
+                                 int type, int64_t from, int64_t n, float floor, int32_t *worst) {
     memset(worst, 0, LANES * sizeof *worst);
     FOR_EACH_ROW(
-        int64_t state[LANES];
+        int64_t before[LANES];
         int32_t start[LANES];
-        memcpy(state, h->state + row, lanes * sizeof *state);
-        integers(h, initial, h->copy_type, NULL, row, start, lanes);
-        step_row(h, state, f, f_type, read_before(h), row, lanes, y, NULL, back(h));
+        memcpy(before, state, lanes * sizeof *state);
+        integers(h, initial, type, NULL, type, row, start, lanes);
+        step_row(h, before, f, f_type, z, NULL, type, row, lanes, y, back(h));
         for (int64_t i = 0; i < lanes; i++) {
-            float difference = (float)((double)y[i] - start[i]) * (float)unit(h) + (float)low(state[i]);
-            int32_t bits = ratio_bits(difference, (float)high(h->state[row + i]) * (float)unit(h), floor);
+            float difference = (float)((double)y[i] - start[i]) * (float)unit(h) + (float)low(before[i]);
+            int32_t bits = ratio_bits(difference, (float)high(state[i]) * (float)unit(h), floor);
             worst[i] = bits > worst[i] ? bits : worst[i];
         }
-        if (adjoint)
-            update_adjoint_part(adjoint, vjp, other, h->copy_type, row, lanes, h->adjoint);
     )
 }
 
@@ -328,38 +284,28 @@ INLINE void note(int *bad, int bad_here) {
     }
 }
 
-/* read: what f read, or NULL where gamma is 1 */
-API int revdeq_exact_relax(const exact_half_step *h, const void *f, int f_type, int threads, const void *read,
-                           int32_t *spill) {
+/* Arguments as in float64.c, and where the remainder is spilled, or NULL. Returns whether an f or a Y did not fit. */
+API int revdeq_exact_relax(const half_step *h, int threads, const void *f, int f_type, const void *z, void *copy,
+                           int copy_type, float *partial, int32_t *spill) {
     int bad = 0;
-    FOR_EACH_CHUNK(threads, note(&bad, exact_relax_chunk(h, f, f_type, read, from, n, spill, NULL, NULL, left)))
+    FOR_EACH_CHUNK(threads, note(&bad, relax_chunk(h, f, f_type, z, copy, copy_type, from, n, spill,
+                                                   partial ? partial + chunk * LANES : NULL,
+                                                   partial ? partial + (chunks + chunk) * LANES : NULL)))
     return bad;
 }
 
-/* partial: [2][chunks][LANES] */
-API int revdeq_exact_relax_norms(const exact_half_step *h, const void *f, int f_type, int threads, const void *read,
-                                 int32_t *spill, float *partial) {
-    int bad = 0;
-    FOR_EACH_CHUNK(threads, note(&bad, exact_relax_chunk(h, f, f_type, read, from, n, spill, partial + chunk * LANES,
-                                                         partial + (chunks + chunk) * LANES, left)))
-    return bad;
+API void revdeq_exact_invert(const half_step *h, int threads, const void *f, int f_type, const void *z, void *copy,
+                             int copy_type, void *adjoint, const void *vjp, const void *other, void *seed,
+                             int seed_type, const int32_t *spill) {
+    FOR_EACH_CHUNK(threads,
+                   invert_chunk(h, f, f_type, z, copy, copy_type, from, n, spill);
+                   update_adjoint(h, adjoint, vjp, other, copy_type, seed, seed_type, from, n))
 }
 
-API void revdeq_exact_invert(const exact_half_step *h, const void *f, int f_type, int threads, void *adjoint,
-                             const void *vjp, const void *other, const int32_t *spill, void *seed, int seed_type) {
+API void revdeq_exact_compare(const half_step *h, int threads, const void *f, int f_type, const void *z,
+                              const void *initial, int copy_type, void *adjoint, const void *vjp, const void *other,
+                              void *seed, int seed_type, const float *floor, int32_t *worst) {
     FOR_EACH_CHUNK(threads,
-                   exact_invert_chunk(h, f, f_type, from, n, adjoint, vjp, other, spill, left);
-                   if (seed)
-                       store_seed(adjoint, h->copy_type, seed, seed_type, from, n, left))
-}
-
-/* worst: [chunks][LANES] */
-API void revdeq_exact_invert_compare(const exact_half_step *h, const void *f, int f_type, int threads,
-                                     const void *initial, const float *floor, void *adjoint, const void *vjp,
-                                     const void *other, int32_t *worst, void *seed, int seed_type) {
-    FOR_EACH_CHUNK(threads,
-                   exact_compare_chunk(h, f, f_type, from, n, initial, *floor, adjoint, vjp, other,
-                                       worst + chunk * LANES);
-                   if (seed)
-                       store_seed(adjoint, h->copy_type, seed, seed_type, from, n, left))
+                   compare_chunk(h, f, f_type, z, initial, copy_type, from, n, *floor, worst + chunk * LANES);
+                   update_adjoint(h, adjoint, vjp, other, copy_type, seed, seed_type, from, n))
 }

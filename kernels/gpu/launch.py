@@ -14,8 +14,8 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from .._device import is_capturing
-from . import half_step
+from ..._device import is_capturing
+from .. import half_step
 
 KNOWN = (3, 5), (3, 9)
 """The first and the last version of Triton whose specialization and calling convention this implements."""
@@ -54,7 +54,7 @@ def launch_chunks(
     kernel: Any, warps: int, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...] = (), examples: int = 1
 ) -> None:
     """Launch one program per chunk of rows, which computes a sum or a maximum per lane."""
-    n, rows, lanes = tensors[0].numel(), half_step.ROWS, half_step.LANES
+    n, rows, lanes = tensors[0].numel(), half_step.rows_of(tensors[0].numel()), half_step.LANES
     programs = examples * -(-n // (max(examples, 1) * rows * lanes))
     _launch(kernel, warps, programs, tensors, (n, *numbers), (*constants, rows, lanes))
 
