@@ -133,7 +133,7 @@ class Anderson(RevDEQ):
 
         kind, calls = x.device.type, 0
         start = torch.zeros_like(x, requires_grad=False) if z0 is None else z0
-        run = Repeatable(self.f, tree_structure(start), (x,), {}, x.device, indexed=False, has_aux=False)
+        run = Repeatable(self.f, [start], tree_structure(start), (x,), {}, indexed=False, has_aux=False)
         autocast = functools.partial(
             torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         )

@@ -26,17 +26,16 @@ Gradients = Sequence[Tensor | None]
 class BackwardPass:
     """One backward pass through an iteration.
 
-    number: torch's id of the pass. half_steps: those of y and z. The last inverted half-step read `read`, and half-step
-    at - 1 is the next.
+    half_steps: those of y and z. The last half-step that is not yet inverted is at - 1, and it read `read`.
     """
 
-    def __init__(self, iteration: "Iteration", number: int, half_steps: Sequence[list[Any]]) -> None:
-        self.number, self._half_steps, self._at = number, half_steps, 2 * iteration.steps
+    def __init__(self, iteration: "Iteration", half_steps: Sequence[list[Any]]) -> None:
+        self._half_steps, self._at = half_steps, 2 * iteration.steps
         self._f, self._step, self._check = iteration.f, iteration.precision.step, iteration.check
         self._z0, self._y0, self._norms = iteration.z0, iteration.y0, iteration.norms
         self._read = [h.decoded(x.dtype).requires_grad_() for h, x in zip(half_steps[0], self._z0, strict=True)]
         self._context = self._f.as_in_forward()  # read once: it does not change within a pass
-        self._saved: list[Tensor] = []  # by evaluation at - 1, if it was repeated,
+        self._evaluation = Evaluation(self._at)  # which was repeated last,
         self._outputs: State | None = None  # and its outputs
         self._adjoints: tuple[State, State] | None = None  # of y and z, once there is a gradient
         self._entering: dict[int, Gradients] = {}
@@ -49,7 +48,7 @@ class BackwardPass:
         size = len(self._read)
         self._entering[k], self._entering[k + 1] = grads[:size], grads[size:]
         if self._check is not None and self._adjoints is None:
-            self._statistics.begin(grads)
+            self._statistics.last = _norms(grads)
 
     def at_half_step(self, evaluation: Evaluation, products: Gradients) -> Gradients:
         """Take the gradient with respect to the result of half-step k that came through the next evaluation of f. Return
@@ -111,7 +110,7 @@ class BackwardPass:
             if outputs is None:
                 with self._context():
                     outputs = evaluation.repeat(self._f, self._read)
-            self._saved = evaluation.saved
+            self._evaluation = evaluation
             if len(outputs) > 1:  # f may return one part of its state as another, which is overwritten first
                 memory = {x.untyped_storage().data_ptr() for x in self._read}
                 outputs = [x.clone() if x.untyped_storage().data_ptr() in memory else x for x in outputs]
@@ -127,11 +126,11 @@ class BackwardPass:
         Return the next seeds."""
         assert self._outputs is not None and self._adjoints is not None
         mine, other = self._adjoints[1 - k % 2], self._adjoints[k % 2]
-        seeds = [torch.empty_like(a, dtype=out.dtype) for a, out in zip(mine, self._outputs, strict=True)]
-        for i, (half_step, product) in enumerate(
-            zip(self._half_steps[k % 2], dense(products, self._read), strict=True)
-        ):
-            out, x, adjoints = self._outputs[i], self._read[i], (mine[i], product, other[i], seeds[i])
+        seeds = []
+        for i, half_step in enumerate(self._half_steps[k % 2]):
+            out, x = self._outputs[i], self._read[i]
+            seeds.append(torch.empty_like(mine[i], dtype=out.dtype))
+            adjoints = mine[i], dense(products[i], x), other[i], seeds[i]
             if k == 1 and self._check is not None:
                 self._maxima.append(half_step.invert_compare(out, x, self._z0[i], self._floors[i], *adjoints))
             else:
@@ -142,7 +141,7 @@ class BackwardPass:
     def _went_back(self) -> None:
         """After a half-step was inverted, f's tensors are no longer needed."""
         self._at -= 1
-        self._saved.clear()
+        self._evaluation.clear()
         self._outputs = None
         if self._at == 1:
             self._read = self._z0  # it is known: use it, not its reconstruction
@@ -156,14 +155,19 @@ class BackwardPass:
             self._half_steps[0], self._outputs, self._read, self._y0, self._floors, strict=True
         ):
             self._maxima.append(h.invert_compare(out, x, y, floor))
-        self._statistics.end(self._adjoints, self._step.b)
-        self._check.judge(self._maxima, self._norms, self._statistics)
+        statistics = self._statistics
+        statistics.first, statistics.b = _norms([*self._adjoints[0], *self._adjoints[1]]), abs(self._step.b)
+        self._check.judge(self._maxima, self._norms, statistics)
 
 
 PASSED = (
     "a gradient arrives at an evaluation of f that the backward pass of its solve has not reached yet, or has already "
     "passed (is a part of f on another device?): call backward for it separately, with retain_graph=True"
 )
+
+
+def _norms(xs: Gradients) -> State:
+    return [torch.linalg.vector_norm(x if x.layout is torch.strided else x.to_dense()) for x in xs if x is not None]
 
 
 def _wide(x: Tensor) -> torch.dtype:

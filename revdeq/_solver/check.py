@@ -71,25 +71,20 @@ class Statistics:
     def __init__(self) -> None:
         self.steps: int | None = None
         self.change: Tensor | None = None
-        self._sizes: list[Tensor] = []
+        self.last: list[Tensor] = []  # norms of the gradients with respect to the last states, and to those of the
+        self.first: list[Tensor] = []  # first step, times b
+        self.b = 1.0
+
+    def __repr__(self) -> str:
+        return f"Statistics(steps={self.steps}, change={self.change}, growth={self.growth})"
 
     @property
     def growth(self) -> Tensor | None:
         """The norm of the gradient with respect to the states after the first step, over that with respect to the last
         states, a 0-d tensor. If it is large, f expands, and gradients explode. None if `check` is None."""
-        return self._sizes[1] / self._sizes[0] if len(self._sizes) == 2 else None
-
-    def begin(self, grads: Sequence[Tensor | None]) -> None:
-        """Note the gradient with respect to the last states."""
-        self._sizes = [_norm([g for g in grads if g is not None])]
-
-    def end(self, adjoints: Sequence[Sequence[Tensor]], b: float) -> None:
-        """Note that with respect to the states of the first step."""
-        if self._sizes:
-            self._sizes = [self._sizes[0], _norm([*adjoints[0], *adjoints[1]]) / abs(b)]
-
-    def sizes(self) -> list[Tensor]:
-        return self._sizes if len(self._sizes) == 2 else []
+        if not self.first or not self.last:
+            return None
+        return torch.stack(self.first).norm() / (self.b * torch.stack(self.last).norm())
 
 
 @dataclass(frozen=True)
@@ -98,34 +93,38 @@ class Check:
 
     site: file and line of the call of `solve`."""
 
-    mode: str
+    options: Any
     site: tuple[str, int]
-    setting: str
+    step: Any
     state: str
+
+    @property
+    def setting(self) -> str:
+        return f"beta = {self.step.beta:.6g}, N = {self.options.max_steps} steps"
 
     def judge(self, maxima: Sequence[Tensor], norms: Tensor, statistics: Statistics) -> None:
         """Check a reconstruction: the partial maxima of `invert_compare`, and the squared norms of the last change of z
         and of z, which are read only if it failed; and the growth of the adjoint."""
-        if any(m.numel() for m in maxima):
-            rho = torch.cat([m.flatten() for m in maxima]).amax().view(torch.float32)
-            values = [rho, *(x.float() for x in statistics.sizes())]
-            report(torch.stack(values), functools.partial(self._decide, norms))
+        rhos = [m.amax().view(torch.float32) for m in maxima if m.numel()]
+        last, first = statistics.last, statistics.first
+        report([*rhos, *last, *first], functools.partial(self._decide, norms, len(rhos), len(last), statistics.b))
 
-    def _decide(self, norms: Tensor, values: Tensor) -> None:
-        rho, *sizes = values.tolist()
-        if not rho <= LIMIT:
+    def _decide(self, norms: Tensor, count: int, last: int, b: float, values: list[float]) -> None:
+        if wrong := [rho for rho in values[:count] if not rho <= LIMIT]:
             self._tell(
-                f"the backward pass failed to reconstruct z0: the relative error is {rho:.1e}, above the limit of "
+                f"the backward pass failed to reconstruct z0: the relative error is {max(wrong):.1e}, above the limit of "
                 f"{LIMIT:.0e} ({self.setting}), so the gradient of this solve is not exact. {self._cause(norms)}",
                 ReconstructionError,
                 ReconstructionWarning,
             )
-        elif sizes and math.isfinite(sizes[0]) and not sizes[1] <= LARGEST_GROWTH * sizes[0]:
-            # An infinite gradient of a scaled loss is up to its GradScaler.
+            return
+        before, after = math.hypot(*values[count : count + last]), math.hypot(*values[count + last :]) / b
+        # An infinite gradient of a scaled loss is up to its GradScaler.
+        if math.isfinite(before) and not after <= LARGEST_GROWTH * before and last:
             self._tell(
-                f"the gradient grew from {sizes[0]:.1e} at the last step to {sizes[1]:.1e} at the first "
-                f"({self.setting}): it is exact, but f expands, so that the gradient explodes with more steps and is "
-                "dominated by the first ones. Damp f with gamma < 1 (0.25 to 0.5), or take fewer steps",
+                f"the gradient grew from {before:.1e} at the last step to {after:.1e} at the first ({self.setting}): it "
+                "is exact, but f expands, so that the gradient explodes with more steps and is dominated by the first "
+                "ones. Damp f with gamma < 1 (0.25 to 0.5), or take fewer steps",
                 None,
                 ConvergenceWarning,
             )
@@ -148,10 +147,10 @@ class Check:
 
     def judge_adjoint(self, change: Tensor, size: Tensor) -> None:
         """Check gradient="implicit": the last change of the adjoint, unless the incoming gradient is infinite."""
-        report(torch.stack([change.float(), size.float()]), self._decide_adjoint)
+        report([change, size], self._decide_adjoint)
 
-    def _decide_adjoint(self, values: Tensor) -> None:
-        change, size = values.tolist()
+    def _decide_adjoint(self, values: list[float]) -> None:
+        change, size = values
         if math.isfinite(size) and not change <= UNSETTLED:
             self._tell(
                 f"the adjoint equation of gradient='implicit' is not solved: the relative change of the last step is "
@@ -159,22 +158,6 @@ class Check:
                 "point's. Take more steps, find better coefficients with revdeq.tune, or use gradient='exact'",
                 ConvergenceError,
                 ConvergenceWarning,
-            )
-
-    def judge_same(self, now: Sequence[Tensor], then: Sequence[Tensor]) -> None:
-        """Check gradient="implicit": the last output of f, evaluated in the backward pass and in the forward pass."""
-        worst = [(x - y).abs().amax().float() / y.abs().amax() for x, y in zip(now, then, strict=True) if x.numel()]
-        if worst:
-            report(torch.stack(worst).amax(), self._decide_same)
-
-    def _decide_same(self, distance: Tensor) -> None:
-        if not distance.item() <= LIMIT:
-            self._tell(
-                f"f does not return the same when it is called again: its last output differs by {distance.item():.1e} "
-                f"({self.setting}), so the gradient is that of a different f. Do not change what f reads before the "
-                "backward pass",
-                ReconstructionError,
-                ReconstructionWarning,
             )
 
     def judge_gap(self, gap: float, tol: float) -> None:
@@ -189,7 +172,7 @@ class Check:
 
     def _tell(self, text: str, error: type[Exception] | None, warning: type[Warning]) -> None:
         """Raise, or warn once per calling line."""
-        if self.mode == "raise" and error is not None:
+        if self.options.check == "raise" and error is not None:
             raise error(text)
         if (*self.site, warning) not in _already_warned:
             warnings.warn_explicit(text, warning, *self.site)  # raises every time if warnings are errors
@@ -200,21 +183,15 @@ _already_warned: set[tuple[str, int, type]] = set()
 
 
 def typical_magnitude(x: Tensor) -> Tensor:
-    """The fourth power of the mean fourth root of some of its magnitudes, which a few large ones hardly move: float32,
-    0-d, on the device of x, above 0."""
-    if x.numel() == 0:
-        return torch.full((), 1e-30, device=x.device)
-    some = x.detach().flatten() if x.is_contiguous() else x.detach().reshape(-1)
-    some = some[:: 1 + some.numel() // SAMPLE].float()
-    return torch.linalg.vector_norm(some, 0.25).mul_(float(some.numel()) ** -4).clamp_(min=1e-30)
+    """The fourth power of the mean fourth root of the magnitudes in a sample of a dense tensor, which a few large ones
+    hardly move: float32, 0-d, on the device of x, above 0."""
+    count = min(x.numel(), SAMPLE)
+    stride = 1 if count < SAMPLE else (x.numel() // SAMPLE - 1) | 1  # odd, to see all features
+    sample = x.detach().as_strided((count,), (stride,)).float()
+    return torch.linalg.vector_norm(sample, 0.25).mul_(float(count or 1) ** -4).clamp_(min=1e-30)
 
 
-SAMPLE = 1024
-
-
-def _norm(xs: Sequence[Tensor]) -> Tensor:
-    norms = [torch.linalg.vector_norm(x if x.layout is torch.strided else x.to_dense()) for x in xs]
-    return torch.linalg.vector_norm(torch.stack(norms))
+SAMPLE = 256
 
 
 def call_site() -> tuple[str, int]:
@@ -225,15 +202,16 @@ def call_site() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-_pending: list[tuple[Callable[[Tensor], None], _device.Arriving, torch.device]] = []
+_pending: list[tuple[Callable[[list[float]], None], _device.Arriving, torch.device]] = []
 
 
-def report(value: Tensor, decide: Callable[[Tensor], None]) -> None:
-    """Check a value now if it is available, otherwise later. During graph capture there is no value to check."""
-    if value.device.type == "cpu":
-        decide(value)
-    elif not _device.is_capturing(value.device):
-        _pending.append((decide, _device.Arriving(value), value.device))
+def report(values: Sequence[Tensor], decide: Callable[[list[float]], None]) -> None:
+    """Check 0-d tensors now if they are available, otherwise later. During graph capture there is nothing to check."""
+    device = values[0].device if values else None
+    if device is None or device.type == "cpu":
+        decide([x.item() for x in values])
+    elif not _device.is_capturing(device):
+        _pending.append((decide, _device.Arriving(torch.stack([x.float() for x in values])), device))
 
 
 def settle() -> None:
@@ -242,7 +220,7 @@ def settle() -> None:
         decide, arriving, device = decision
         if not _device.is_capturing(device) and arriving.has_come():
             _pending.remove(decision)
-            decide(arriving.value)
+            decide(arriving.value.tolist())
 
 
 @atexit.register
@@ -252,6 +230,6 @@ def _settle_all() -> None:
         decide, arriving, device = _pending.pop(0)
         _device.synchronize(device)
         try:
-            decide(arriving.value)
+            decide(arriving.value.tolist())
         except Exception as error:
             sys.excepthook(type(error), error, error.__traceback__)

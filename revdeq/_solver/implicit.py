@@ -47,18 +47,19 @@ class FixedPoint(torch.autograd.Function):
         refuse_batched(grads)
         # y and z are the same fixed point, so their gradients add up.
         wide = [torch.promote_types(x.dtype, torch.float32) for x in given]
-        by_y, by_z = dense(grads[:size], given), dense(grads[size:], given)
+        both = [dense(g, x) for g, x in zip(grads, [*given, *given], strict=True)]
+        by_y, by_z = both[:size], both[size:]
         g = [y.to(dtype) + z.to(dtype) for y, z, dtype in zip(by_y, by_z, wide, strict=True)]
 
         def mapped(u: State) -> State:
             seeds = [u[i].to(ctx.dtypes[i], copy=True) for i, _ in ctx.edges]  # a hook in f may modify them
             edges = [edge for _, edge in ctx.edges]
             products = torch.autograd.grad(edges, given, seeds, retain_graph=True, allow_unused=True)
-            return [torch.add(x, v) for x, v in zip(g, dense(products, u), strict=True)]
+            return [torch.add(x, v) for x, v in zip(g, map(dense, products, u), strict=True)]
 
         # The same iteration, without a graph. No step is inverted, so the states are float64.
         options = replace(iteration.options, gradient="exact", check=None, state="float64", indexed=False)
-        f = Repeatable(mapped, tree_structure(g), (), {}, g[0].device, indexed=False, has_aux=False)
+        f = Repeatable(mapped, g, tree_structure(g), (), {}, indexed=False, has_aux=False)
         adjoint = Iteration(f, g, g, precision_for(options, g[0].device), options, None)
         norm = torch.stack([x.norm() for x in g]).norm()
         u = g

@@ -11,6 +11,7 @@ everything that f depends on.
 """
 
 import collections
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ class Iteration:
         given = (*self.z0, *self.y0, *(x for x in f.args if isinstance(x, Tensor)))
         self._constants = [(x, x._version) for x in given if not x.is_inference()]  # until the backward pass
         self._kept = collections.deque[Evaluation]()
-        self._pass: BackwardPass | None = None
+        self._passes: dict[int, BackwardPass] = {}
 
     # Forward
 
@@ -81,7 +82,7 @@ class Iteration:
                 yield *self._results(y, z), aux
             if tol is None:
                 self.precision.check(self.half_steps, self.steps)
-                if self.norms.device.type == "cpu" and not self.norms.isfinite().all():
+                if self.norms.is_cpu and not math.isfinite(sum(self.norms.flatten().tolist())):
                     raise self._not_finite()
         finally:
             self.is_running = False
@@ -102,7 +103,7 @@ class Iteration:
             if len(self._kept) > self.options.keep:
                 self._kept.popleft().discard()
         else:
-            evaluation.saved.clear()
+            evaluation.clear()
         return list(half_step(self, evaluation, norms, len(read), *read, *outputs, *(own if k == 0 else ())))
 
     def _without_graph(self, k: int, read: State, norms: bool) -> State:
@@ -143,7 +144,7 @@ class Iteration:
     def _results(self, y: State, z: State) -> tuple[State, State]:
         if not self.has_graph:
             return y, z
-        results = Result.apply(self, 2 * self.steps - 2, *y, *z)
+        results = result(self, 2 * self.steps - 2, *y, *z)
         return list(results[: len(y)]), list(results[len(y) :])
 
     def _with_aux(self, before: Any) -> Any:
@@ -186,23 +187,25 @@ class Iteration:
     def backward_pass(self) -> BackwardPass:
         """The running backward pass, or a new one from the last states."""
         number = torch._C._current_graph_task_id()
-        if self._pass is None or self._pass.number != number:
+        if (now := self._passes.get(number)) is None:
             self._refuse()
             half_steps = self.half_steps
             if torch._C._autograd._get_current_graph_task_keep_graph() or self.is_running:
                 half_steps = tuple([h.duplicate() for h in each] for each in half_steps)
             else:
                 self.half_steps = ()
-            self._pass = self.Backward(self, number, half_steps)
-        return self._pass
+            now = self._passes[number] = self.Backward(self, half_steps)
+        return now
 
     def end_pass(self) -> None:
-        self._pass = None
+        self._passes.pop(torch._C._current_graph_task_id(), None)
         if not self.half_steps:
             del self.f  # free what it captures: there will be no other backward pass
 
     def _refuse(self) -> None:
         """Raise if there is no backward pass that is that of the forward pass."""
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("backward of a solve in inference mode, where f has no graph: leave torch.inference_mode()")
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate an "
@@ -235,29 +238,24 @@ class HalfStep(torch.autograd.Function):
     def forward(
         ctx: Any, iteration: Iteration, evaluation: Evaluation, norms: bool, size: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.iteration, ctx.evaluation, ctx.rest = iteration, evaluation, len(tensors) - 2 * size
+        ctx.iteration, ctx.evaluation = iteration, evaluation
         ctx.set_materialize_grads(False)
         return tuple(iteration.advance(evaluation.k, tensors[:size], tensors[size : 2 * size], norms))
 
     @staticmethod
     def backward(ctx: Any, *products: Tensor | None) -> tuple[Any, ...]:
-        iteration, k = ctx.iteration, ctx.evaluation.k
-        refuse_batched(products)
+        iteration, evaluation, size = ctx.iteration, ctx.evaluation, len(products)
         now = iteration.backward_pass()
-        seeds = now.at_half_step(ctx.evaluation, products)
-        size, needs = len(products), ctx.needs_input_grad[4:]
-        by_z0 = by_y0 = [None] * size
-        if k == 0:
-            if now.has_gradient and any((*needs[:size], *needs[2 * size :])):
-                by_z0, by_y0 = now.by_initial()
-            if not iteration.half_steps:
-                ctx.evaluation = None  # its tensors are freed with the nodes of f that need them
-            iteration.end_pass()
-        return None, None, None, None, *by_z0, *seeds, *by_y0[: ctx.rest]
-
-
-half_step = super(torch.autograd.Function, HalfStep).apply
-"""Without checks for torch.func transforms, which do not apply here and take 2 us."""
+        seeds = now.at_half_step(evaluation, products)
+        if evaluation.k:
+            return *[None] * (4 + size), *seeds
+        needs, by_z0, by_y0 = ctx.needs_input_grad[4:], [None] * size, [None] * size
+        if now.has_gradient and any((*needs[:size], *needs[2 * size :])):
+            by_z0, by_y0 = now.by_initial()
+        if not iteration.half_steps:
+            ctx.evaluation = None  # its tensors are freed with the nodes of f that need them
+        iteration.end_pass()
+        return None, None, None, None, *by_z0, *seeds, *by_y0
 
 
 class Result(torch.autograd.Function):
@@ -275,3 +273,8 @@ class Result(torch.autograd.Function):
         refuse_batched(grads)
         ctx.iteration.backward_pass().enter(ctx.k, grads)
         return None, None, *[None] * len(grads)
+
+
+half_step = super(torch.autograd.Function, HalfStep).apply
+result = super(torch.autograd.Function, Result).apply
+"""Without checks for torch.func transforms, which do not apply here and take 7 us."""

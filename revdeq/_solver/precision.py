@@ -43,19 +43,19 @@ class Integers(Float64):
 
     def half_step(self, x: Tensor, like: Tensor) -> Any:
         half_step = super().half_step(x, like)
-        report(half_step.alarm, functools.partial(self._judge, what="z0"))
+        report([half_step.alarm.amax()], functools.partial(self._judge, what="z0"))
         half_step.alarm = torch.zeros_like(half_step.alarm)
         return half_step
 
     def check(self, half_steps: Sequence[list[Any]], steps: int) -> None:
         worst = functools.reduce(torch.maximum, [h.alarm for each in half_steps for h in each])
-        report(worst, functools.partial(self._judge, what=f"f, or the state, within {steps} steps,"))
+        report([worst.amax()], functools.partial(self._judge, what=f"f, or the state, within {steps} steps,"))
 
-    def _judge(self, alarm: Tensor, what: str) -> None:
-        """The alarm has the bits of the largest magnitudes that did not fit, or zeros."""
-        if not (bits := int(alarm.max())):
+    def _judge(self, alarm: list[float], what: str) -> None:
+        """The alarm has the bits of the largest magnitude that did not fit, or 0."""
+        if not alarm[0]:
             return
-        (size,) = struct.unpack("<f", struct.pack("<i", bits))
+        (size,) = struct.unpack("<f", struct.pack("<i", int(alarm[0])))
         if not math.isfinite(size):
             raise FloatingPointError(
                 f"{what} is not finite in float32: start from finite numbers, or use a smaller beta"

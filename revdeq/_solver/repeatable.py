@@ -43,20 +43,22 @@ class Repeatable:
     def __init__(
         self,
         f: Callable[..., Any],
+        initial: State,
         spec: TreeSpec,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        device: torch.device,
         indexed: bool,
         has_aux: bool,
         is_traced: bool = False,
     ) -> None:
         self.f, self._spec, self.args, self._kwargs = f, spec, args, dict(kwargs)
         self._indexed, self._has_aux, self.aux = indexed, has_aux, None
-        self._device, self._is_tensor = device, spec.is_leaf()
+        x, self._is_tensor = initial[0], spec.is_leaf()
+        self._device, self._is_cuda, self._has_versions = x.device, x.is_cuda, not torch.is_inference_mode_enabled()
+        self._usual = (x.dtype, x.shape, x.device, torch.strided) if self._is_tensor and not is_traced else None
         self.draws, self.differentiates = False, False
         self._is_new, self._random = not is_traced, []
-        self._kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        self._kinds = ("cpu",) if x.is_cpu else ("cpu", x.device.type)
         self._context = self._contexts()
         self.autocasts = any(enabled for enabled, _, _ in self._context[0])
         modules = [module for outer in modules_of(f) for module in outer.modules()]
@@ -67,8 +69,8 @@ class Repeatable:
         """Evaluation k."""
         if self._indexed:
             self._kwargs["evaluation"] = k
-        versions = [] if read[0].is_inference() else list(map(_version, read))
         z = read[0] if self._is_tensor else structured(read, self._spec)
+        versions = sum(map(_version, read)) if self._has_versions else 0
         around, thread.evaluates = thread.evaluates, True
         try:
             if self._is_new:
@@ -81,20 +83,18 @@ class Repeatable:
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError(f"f returned {type(result).__name__}: with aux=True it must return a pair (state, aux)")
             result, self.aux = result
-        if versions and list(map(_version, read)) != versions:
+        if self._has_versions and sum(map(_version, read)) != versions:
             raise RuntimeError(
                 "f modifies its input in place, which the solver needs afterwards: write z = z.add(x) instead of "
                 "z.add_(x)"
             )
-        if k and type(result) is Tensor and self._is_tensor:
-            x = read[0]
-            if result.dtype is x.dtype and result.shape == x.shape and result.device == x.device:
-                if not (result._is_zerotensor() or result.layout is not torch.strided):
-                    return [result]  # the usual case, fast
+        if type(result) is Tensor and (result.dtype, result.shape, result.device, result.layout) == self._usual:
+            if not result._is_zerotensor():
+                return [result]
         return flattened_like(result, read, self._spec)
 
     def _called(self, z: Any) -> Any:
-        if self._device.type == "cuda" and torch.backends.cudnn.benchmark:  # might choose another algorithm next time
+        if self._is_cuda and torch.backends.cudnn.benchmark:  # might choose another algorithm next time
             with torch.backends.cudnn.flags(benchmark=False):
                 return self.f(z, *self.args, **self._kwargs)
         return self.f(z, *self.args, **self._kwargs)

@@ -118,7 +118,7 @@ def _solve(f: Any, z0: Any, args: tuple[Any, ...], y0: Any, kwargs: Any, keyword
         return _unrolled(f, z0, args, y0, kwargs, options)
     iteration, z, y, spec = _iteration(f, z0, args, y0, kwargs, options)
     aux = None
-    for y, z, aux in iteration.run(z, y):
+    for y, z, aux in iteration.run(z, y):  # noqa: B007, B020
         pass
     if options.gradient == "implicit" and torch.is_grad_enabled():
         y, z = with_implicit_gradient(iteration, y, z)
@@ -184,11 +184,8 @@ def _iteration(
     z, y, spec = _initial(f, z0, y0)
     device = z[0].device
     precision = precision_for(options, device)
-    check = None
-    if options.check is not None:
-        setting = f"beta = {precision.step.beta:.6g}, N = {options.max_steps} steps"
-        check = Check(options.check, call_site(), setting, precision.name)
-    repeatable = Repeatable(f, spec, args, kwargs or {}, device, options.indexed, bool(options.aux))
+    check = Check(options, call_site(), precision.step, precision.name) if options.check is not None else None
+    repeatable = Repeatable(f, z, spec, args, kwargs or {}, options.indexed, bool(options.aux))
     kind = ByExample if options.per_example else Iteration
     return kind(repeatable, z, y, precision, options, check), z, y, spec
 
@@ -243,7 +240,7 @@ def _unrolled(f: Any, z0: Any, args: Any, y0: Any, kwargs: Any, options: Options
     if traced:
         refuse_dropout(modules_of(f))
     z, y, spec = _initial(f, z0, y0)
-    run = Repeatable(f, spec, args, kwargs or {}, z[0].device, options.indexed, has_aux=False, is_traced=traced)
+    run = Repeatable(f, z, spec, args, kwargs or {}, options.indexed, has_aux=False, is_traced=traced)
     step = coefficients(options.beta, options.gamma)
     y, z, norms, count = unrolled(run, z, y, step, options.max_steps, options.tol)
     converged = None if options.tol is None else bool(relative_change(norms) <= options.tol)

@@ -79,12 +79,11 @@ def has_memory(x: Tensor) -> bool:
     return True
 
 
-def dense(grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> State:
-    """Gradients as dense tensors: None if f does not depend on a part of the state, and some are sparse."""
-    return [
-        torch.zeros_like(x) if g is None or g._is_zerotensor() else g if g.layout is torch.strided else g.to_dense()
-        for g, x in zip(grads, like, strict=True)
-    ]
+def dense(g: Tensor | None, like: Tensor) -> Tensor:
+    """A gradient as a dense tensor: it is None if f does not depend on a part of the state, and some are sparse."""
+    if g is None or g._is_zerotensor():
+        return torch.zeros_like(like)
+    return g if g.layout is torch.strided else g.to_dense()
 
 
 def _problem(x: Tensor) -> str | None:
