@@ -21,7 +21,7 @@ def main() -> int:
             arguments.run = importlib.import_module(f"revdeq.cli.{arguments.command}").run
         return arguments.run(arguments)
     except ModuleNotFoundError as error:
-        print(f"{error}. The commands need: pip install matplotlib numpy pillow tiktoken tqdm", file=sys.stderr)
+        print(f"{error}: pip install matplotlib numpy pillow scikit-learn tiktoken tqdm", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)

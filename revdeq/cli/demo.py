@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -31,7 +32,7 @@ def run(_: Namespace) -> int:
     torch.set_num_threads(1)  # its tensors are too small for threads to pay
     torch.manual_seed(0)
     begin = time.perf_counter()
-    memory = costs("1/3  memory of a training step, MiB", METHODS, step_memory)
+    memory = costs("1/3  memory of a step, MiB", METHODS, lambda f, n: peak_memory(lambda: f(max_steps=n)) / 2**20)
     show(memory, DEPTHS, "{:.1f}")
     errors = costs("2/3  gradient error that reconstruction adds", STATES, reconstruction_error)
     show(errors, DEPTHS, "{:.0e}")
@@ -52,19 +53,20 @@ def show(rows: Rows, depths: tuple[int, ...], form: str) -> None:
 METHODS = {
     "stored graph": stored_graph,
     "checkpoint": checkpointed,
-    "revdeq, float64 state": partial(solve, state="float64"),
+    "revdeq, float64 state": solve,
     "revdeq, exact state": partial(solve, state="exact"),
 }
 STATES = {
-    "float64 state (default), beta .5": partial(solve, state="float64"),
-    "float64 state, beta .8": partial(solve, state="float64", beta=0.8),
+    "float64 state (default), beta .5": solve,
+    "float64 state, beta .8": partial(solve, beta=0.8),
     "exact state, beta .8": partial(solve, state="exact", beta=0.8),
 }
 
 
 def costs(title: str, methods: dict[str, Any], measured: Callable[..., float]) -> Rows:
-    """A measurement of each method at each of DEPTHS: the gradient of an image model's block."""
-    f, x = ConvBlock(16), torch.randn(64, 16, 8, 8)
+    """A measurement of each method at each of DEPTHS: the gradient of an image model's block on handwritten digits."""
+    digits = torch.tensor(load_digits().images[:64]).float().unsqueeze(1) / 16
+    f, x = ConvBlock(16), nn.Conv2d(1, 16, 3, padding=1)(digits).detach()
 
     def gradient(method: Callable[..., Any], **options: Any) -> Tensor:
         found = method(f, torch.zeros_like(x), x, **options)
@@ -75,10 +77,6 @@ def costs(title: str, methods: dict[str, Any], measured: Callable[..., float]) -
     for name, depth in tqdm(list(product(methods, DEPTHS)), desc=title):
         rows[name].append(measured(partial(gradient, methods[name]), depth))
     return rows
-
-
-def step_memory(gradient: Callable[..., Tensor], depth: int) -> float:
-    return peak_memory(lambda: gradient(max_steps=depth)) / 2**20
 
 
 def reconstruction_error(gradient: Callable[..., Tensor], depth: int) -> float:
