@@ -1,4 +1,4 @@
-"""Examples in docstrings and pages run, arguments are documented, and links lead somewhere."""
+"""Docstrings name their arguments, examples run, and links lead somewhere."""
 
 import doctest
 import importlib
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from sample_data import write_cifar_binary, write_encoding, write_wikitext
-from spectrum import best_coefficients, rate
 from torch import nn
 
 import revdeq
@@ -32,16 +31,8 @@ def every():
                     yield pytest.param(value, id=f"{module.__name__}.{name}.{method}")
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    for write in (write_cifar_binary, write_wikitext, write_encoding):
-        write(folder)
-    return folder
-
-
 @pytest.fixture
-def names(data, tmp_path, monkeypatch):
+def names(tmp_path, monkeypatch):
     """What examples may use, in a folder with small data sets in `data`."""
 
     class Block(nn.Module):
@@ -52,7 +43,8 @@ def names(data, tmp_path, monkeypatch):
         def forward(self, z, x):
             return torch.tanh(self.linear(z) + x)
 
-    (tmp_path / "data").symlink_to(data)
+    for write in (write_cifar_binary, write_wikitext, write_encoding):
+        write(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     tensors = {"x": torch.randn(4, 8), "z0": torch.zeros(4, 8)}
@@ -78,17 +70,3 @@ def test_the_examples_of_a_page_run_in_order(page, names):
 def test_links_and_pictures_of_a_page_exist(page):
     found = re.findall(r'(?:\]\(|src="|srcset=")([^)#:">]+)[)#"]', page.read_text(encoding="utf-8"))
     assert [target for target in found if not (page.parent / target).exists()] == []
-
-
-def test_the_table_of_the_theory_is_what_the_formulas_give():
-    text = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\|[^|]*\| ([-\d.]+), ([-\d.]+), ([-\d.]+) \| (.*) \|$", text, re.MULTILINE)
-    assert len(rows) == 5
-    angle = torch.linspace(0, 2 * torch.pi, 721, dtype=torch.float64)
-    shown, computed = [], []
-    for p, q, c, cells in ((*map(float, numbers), cells) for *numbers, cells in rows):
-        edge = torch.complex(c + p * angle.cos(), q * angle.sin())
-        computed += [*best_coefficients(p, q, c), rate(edge, 0.5), rate(edge, 0.8), edge.abs().max().item()]
-        shown += [9.0 if cell == "diverges" else float(cell) for cell in re.split(r", | \| ", cells)]
-    computed = [9.0 if e == 9.0 else v for e, v in zip(shown, computed, strict=True) if e != 9.0 or v > 1]
-    assert shown == pytest.approx(computed, abs=5.1e-4)

@@ -53,9 +53,8 @@ def test_a_wheel_has_every_module_and_needs_torch_alone(clone, built):
         names = set(wheel.namelist())
         (metadata,) = (name for name in names if name.endswith("/METADATA"))
         needed = re.findall("^Requires-Dist: (.*)", wheel.read(metadata).decode(), re.MULTILINE)
-    assert {re.sub("^kernels/", "revdeq/kernels/", name) for name in sources(clone, "*.py")} | {
-        "revdeq/py.typed"
-    } <= names
+    modules = {re.sub("^kernels/", "revdeq/kernels/", name) for name in sources(clone, "*.py")}
+    assert modules | {"revdeq/py.typed"} <= names
     assert {name.split("/")[0] for name in names} == {"revdeq", metadata.split("/")[0]}
     assert [each for each in needed if "extra ==" not in each] == ["torch>=2.10"]
 
@@ -77,15 +76,14 @@ import site, sys
 site.addsitedir({str(tmp_path / "site")!r})
 sys.path.append({packages!r})
 import torch, revdeq
-print(revdeq.__file__, revdeq.kernels.__file__)
+print(revdeq.kernels.__file__)
 revdeq.solve(torch.tanh, torch.ones(3)).z
 """
     command = [sys.executable, "-S", "-W", "ignore", "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    home = tmp_path / "site" / "revdeq" if kind == "wheel" else clone / "revdeq"
-    kernels = home / "kernels" if kind == "wheel" else clone / "kernels"
-    assert done.stdout.split() == [str(home / "__init__.py"), str(kernels / "__init__.py")]
+    found = tmp_path / "site/revdeq/kernels" if kind == "wheel" else clone / "kernels"
+    assert done.stdout.strip() == str(found / "__init__.py")
 
 
 def test_kernels_under_another_name_say_what_to_import(clone):
@@ -93,13 +91,9 @@ def test_kernels_under_another_name_say_what_to_import(clone):
     assert "ImportError" in done.stderr and "import revdeq.kernels" in done.stderr
 
 
-def test_an_older_torch_is_refused_at_import(monkeypatch):
-    """Before anything that it lacks is used. A copy under another name could not import the rest."""
+def test_an_older_torch_is_refused_before_anything_that_it_lacks_is_used(monkeypatch):
     (oldest,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     spec = importlib.util.spec_from_file_location("revdeq_elsewhere", revdeq.__file__)
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu126")
     with pytest.raises(ImportError, match=rf"needs torch {re.escape(oldest)} or later, this is 2\.9\.1"):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    monkeypatch.setattr(torch, "__version__", f"{oldest}.0a0+5228986c39.nv25.6")
-    with pytest.raises(ImportError, match="relative import|No module named 'revdeq_elsewhere'"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

