@@ -31,7 +31,7 @@ lint: .venv/dev
 	cd .venv/types && ../bin/mypy --config-file $(CURDIR)/pyproject.toml -p revdeq
 
 docs: .venv/dev
-	$(BIN)/sphinx-build -W -q -b html docs .venv/docs
+	$(BIN)/sphinx-build -W -q -d .venv/doctrees docs .venv/docs
 	@echo "The pages are in .venv/docs: open .venv/docs/index.html"
 
 # An interrupted run resumes.

@@ -1,4 +1,4 @@
-"""Everything that depends on devices: which there are, reading their values, graphs, random generators and memory.
+"""What depends on devices: which there are, waiting for them, random generators and memory.
 
 Every function takes a device, and none relies on the current one.
 """
@@ -10,12 +10,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-
-T = TypeVar("T")
 
 GPUS = ("cuda", "xpu")
 """The types of GPUs. ROCm's type is cuda, too."""
@@ -23,29 +21,27 @@ GPUS = ("cuda", "xpu")
 
 def devices() -> list[torch.device]:
     """All devices that revdeq can run on: GPUs that work, and then the CPU."""
-    return [*(torch.device(kind, i) for kind in GPUS for i in range(count(kind))), torch.device("cpu")]
+    return [*(torch.device(kind, i) for kind in GPUS for i in range(_count(kind))), torch.device("cpu")]
 
 
-def count(kind: str) -> int:
-    """The number of GPUs of a type that work."""
+def _count(kind: str) -> int:
+    module = getattr(torch, kind)
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        module = getattr(torch, kind)
         return module.device_count() if module.is_available() else 0
     return 0
 
 
 def best() -> torch.device:
     """A GPU, if there is one; under torchrun, the one of this process."""
-    for kind in GPUS:
-        if count(kind):
-            return of_this_process(kind)
-    return torch.device("cpu")
+    return of_this_process(devices()[0].type)
 
 
 def of_this_process(kind: str) -> torch.device:
     """Under torchrun, GPUs are assigned to local ranks in turn. A process may see all of them, or only its own."""
-    return torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) % max(1, count(kind)))
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) % max(1, _count(kind)))
 
 
 def process_group(device: torch.device) -> str:
@@ -69,19 +65,6 @@ def name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def has_float64(device: torch.device) -> bool:
-    """Whether the device has float64. Some of Intel's GPUs do not."""
-    return device.type != "xpu" or getattr(torch.xpu.get_device_properties(device), "has_fp64", True)
-
-
-def architecture(device: torch.device) -> str | None:
-    """The name of the architecture that NVIDIA's or AMD's compiler uses."""
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    return properties.gcnArchName if torch.version.hip else f"sm_{properties.major}{properties.minor}"
-
-
 def make_current(device: torch.device) -> None:
     """Make it the default GPU of this process."""
     if device.type != "cpu":
@@ -94,14 +77,6 @@ def synchronize(device: torch.device) -> None:
         api(device).synchronize(device)
 
 
-def can_look(x: Tensor) -> bool:
-    """Whether x can be read without waiting for a device."""
-    return x.device.type == "cpu"
-
-
-FILLER = 0x55
-
-
 class Arriving:
     """A value that is copied from a device to the host asynchronously.
 
@@ -109,43 +84,29 @@ class Arriving:
     not used, because querying it would invalidate a graph that another thread is capturing.
     """
 
+    FILLER = 0x55
+
     def __init__(self, value: Tensor) -> None:
         self.value = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda or value.is_xpu)
         self._bytes = self.value.view(-1, 1).view(torch.uint8)  # one row per number, which arrives as a whole
-        self._bytes.fill_(FILLER)
+        self._bytes.fill_(self.FILLER)
         self.value.copy_(value.detach(), non_blocking=True)
 
     def has_come(self) -> bool:
         """Whether the value has arrived. It can be called at any time."""
-        return not bool(self._bytes.eq(FILLER).all(1).any())
+        return not bool(self._bytes.eq(self.FILLER).all(1).any())
 
 
 def is_capturing(device: torch.device) -> bool:
     """Whether this thread is capturing a graph, on this device or on the current one of its type. Then it must not
     query events or synchronize, on any device."""
-    if device.type == "cpu":
-        return False
-    capturing = getattr(api(device), "is_current_stream_capturing", None)
-    if capturing is None:
+    capturing = device.type != "cpu" and getattr(api(device), "is_current_stream_capturing", None)
+    if not capturing:
         return False
     if capturing():
         return True
     with api(device).device(device):
-        return capturing()
-
-
-def records_graphs(device: torch.device) -> bool:
-    return device.type != "cpu" and hasattr(api(device), "CUDAGraph")
-
-
-def recorded(run: Callable[[], T], device: torch.device) -> tuple[Callable[[], None], T]:
-    """Capture `run` in a graph. Returns a function that replays it, and the result, which each replay overwrites."""
-    gpu = api(device)
-    with gpu.device(device):
-        graph = gpu.CUDAGraph()
-        with gpu.graph(graph):
-            result = run()
-    return graph.replay, result
+        return bool(capturing())
 
 
 def generator_states(device: torch.device) -> list[Tensor]:
@@ -164,13 +125,9 @@ def _with_generators(device: torch.device) -> list[torch.device]:
     """The device, and all GPUs of the types that this process uses, because f may use them. This costs a flag per type
     and microseconds per GPU, and initializes nothing."""
     first = [] if device.type == "cpu" else [device]
-    gpus = (torch.device(kind, i) for kind in used_gpus() for i in range(getattr(torch, kind).device_count()))
+    used = (kind for kind in GPUS if getattr(torch, kind).is_initialized())
+    gpus = (torch.device(kind, i) for kind in used for i in range(getattr(torch, kind).device_count()))
     return [*first, *(gpu for gpu in gpus if gpu != device)]
-
-
-def used_gpus() -> list[str]:
-    """The types of GPUs that this process uses."""
-    return [kind for kind in GPUS if getattr(torch, kind).is_initialized()]
 
 
 def allocated(device: torch.device) -> int | None:
