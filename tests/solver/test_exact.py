@@ -23,7 +23,6 @@ def test_the_fraction_and_the_free_half_steps_of_a_radix(beta):
     assert radix.free_half_steps == FREE_HALF_STEPS[beta]
 
 
-
 def blocks():
     torch.manual_seed(0)
     mlp = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh())
@@ -79,15 +78,6 @@ def test_it_is_exact_where_float64_fails():
     torch.testing.assert_close(z, expected_z, rtol=0, atol=1e-5)
     for g, e in zip(ours, expected, strict=True):
         assert (g - e).norm() <= 1e-3 * e.norm()
-
-
-@pytest.mark.parametrize("beta", BETAS)
-def test_the_solution_is_close_to_that_of_the_float64_state(beta):
-    for f, x in blocks().values():
-        settings = {"beta": beta, "max_steps": 6, "check": None}
-        ours = revdeq.solve(f, torch.zeros_like(x), x, state="exact", **settings).z
-        expected = revdeq.solve(f, torch.zeros_like(x), x, **settings).z
-        assert (ours - expected).abs().max() <= 1e-6 * max(1.0, expected.abs().max())
 
 
 def test_tolerance_nested_states_and_dtypes():
@@ -163,20 +153,6 @@ def test_overflow_errors_name_the_step_and_the_remedy():
         revdeq.solve(torch.cos, torch.zeros(3) / 0, state="exact")
 
 
-@pytest.mark.cpu
-def test_an_overflow_of_the_state_is_not_blamed_on_f():
-    with pytest.raises(OverflowError, match=r"in step 1: the state exceeded 128, .* while f was only 100: .*diverges"):
-        revdeq.solve(lambda z: 0 * z + 100, torch.full((3,), -100.0), beta=1.9, state="exact")
-
-
-@pytest.mark.cpu
-def test_where_reading_would_wait_the_error_comes_with_a_later_solve(monkeypatch):
-    monkeypatch.setattr("revdeq._device.can_look", lambda x: False)
-    revdeq.solve(lambda z: z / 0, torch.zeros(3), state="exact")
-    with pytest.raises(FloatingPointError, match="overflow in step 1"):
-        revdeq.solve(torch.cos, torch.zeros(3))
-
-
 def test_bad_fraction_bits():
     for bits in (0, 31, 2.5, "24"):
         with pytest.raises(ValueError, match="fraction_bits = .* must be an integer from 1 to 30"):
@@ -189,13 +165,3 @@ def test_at_the_size_of_the_image_model_of_the_paper():
     f, x = ConvBlock(64, width=2), torch.randn(4, 64, 32, 32)
     assert revdeq.verify(f, torch.zeros_like(x), x, beta=0.8, max_steps=8, state="exact").exact
     assert not revdeq.verify(f, torch.zeros_like(x), x, beta=0.8, max_steps=8, state="float64").exact
-
-
-def test_f_may_change_its_input_in_place():
-    def in_place(z):
-        return z.mul_(0.5).add_(1)
-
-    expected = revdeq.solve(lambda z: 0.5 * z + 1, torch.zeros(3), state="exact")
-    assert torch.equal(revdeq.solve(in_place, torch.zeros(3), state="exact").y, expected.y)
-    with torch.inference_mode():
-        assert torch.equal(revdeq.solve(in_place, torch.zeros(3), state="exact").y, expected.y)
