@@ -42,13 +42,13 @@ class BackwardPass:
         self._maxima: list[Tensor] = []
         self._floors = [typical_magnitude(x) for x in self._read] if self._check else []
         self._statistics = iteration.statistics
+        self._statistics.last = []
 
     def enter(self, k: int, grads: Gradients) -> None:
-        """Take the gradient of a loss with respect to the results of half-steps k and k + 1, of y and z."""
-        size = len(self._read)
-        self._entering[k], self._entering[k + 1] = grads[:size], grads[size:]
+        """Take the gradient of a loss with respect to the result of half-step k."""
+        self._entering[k] = grads
         if self._check is not None and self._adjoints is None:
-            self._statistics.last = _norms(grads)
+            self._statistics.last = [*self._statistics.last, *_norms(grads)]
 
     def at_half_step(self, evaluation: Evaluation, products: Gradients) -> Gradients:
         """Take the gradient with respect to the result of half-step k that came through the next evaluation of f. Return

@@ -144,8 +144,8 @@ class Iteration:
     def _results(self, y: State, z: State) -> tuple[State, State]:
         if not self.has_graph:
             return y, z
-        results = result(self, 2 * self.steps - 2, *y, *z)
-        return list(results[: len(y)]), list(results[len(y) :])
+        k = 2 * self.steps - 2
+        return list(result(self, k, *y)), list(result(self, k + 1, *z))
 
     def _with_aux(self, before: Any) -> Any:
         """Earlier auxiliary outputs and that of the last evaluation."""
@@ -250,17 +250,18 @@ class HalfStep(torch.autograd.Function):
         if evaluation.k:
             return *[None] * (4 + size), *seeds
         needs, by_z0, by_y0 = ctx.needs_input_grad[4:], [None] * size, [None] * size
-        if now.has_gradient and any((*needs[:size], *needs[2 * size :])):
-            by_z0, by_y0 = now.by_initial()
-        if not iteration.half_steps:
-            ctx.evaluation = None  # its tensors are freed with the nodes of f that need them
-        iteration.end_pass()
+        if now.has_gradient:
+            if any((*needs[:size], *needs[2 * size :])):
+                by_z0, by_y0 = now.by_initial()
+            if not iteration.half_steps:
+                ctx.evaluation = None  # its tensors are freed with the nodes of f that need them
+            iteration.end_pass()
         return None, None, None, None, *by_z0, *seeds, *by_y0
 
 
 class Result(torch.autograd.Function):
-    """y and z of a step as the caller gets them: here the gradient of a loss enters, apart from that which comes through
-    later evaluations of f, with which it would be rounded to the dtype of z0."""
+    """The result of half-step k as the caller gets it: here the gradient of a loss enters, apart from that which comes
+    through later evaluations of f, with which it would be rounded to the dtype of z0."""
 
     @staticmethod
     def forward(ctx: Any, iteration: Iteration, k: int, *states: Tensor) -> tuple[Tensor, ...]:

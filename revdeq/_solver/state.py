@@ -71,12 +71,11 @@ def is_fake(x: Any) -> bool:
 
 
 def has_memory(x: Tensor) -> bool:
-    """Whether kernels can read x. A wrapper of torch.func has no address."""
+    """Whether kernels can read x. A tensor that wraps others has no address."""
     try:
-        x.data_ptr()
+        return x.data_ptr() != 0 or x.numel() == 0
     except RuntimeError:
         return False
-    return True
 
 
 def dense(g: Tensor | None, like: Tensor) -> Tensor:
@@ -94,12 +93,11 @@ def _problem(x: Tensor) -> str | None:
         return f"{x.dtype}: it must be float32, float64, bfloat16 or float16"
     if x.is_nested or x.layout != torch.strided:
         return f"a tensor of layout {x.layout}: it must be dense"
-    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return f"a {type(x).__name__}, which wraps other tensors: it must be a plain tensor"
-    if x._is_zerotensor():
-        return "a tensor without memory (torch._efficientzerotensor): it must be a plain tensor"
     if forward_ad.unpack_dual(x).tangent is not None:
         return "a dual tensor, but a solve has no forward-mode derivative: use reverse mode"
     if not has_memory(x):
-        return "a tensor of a torch.func transform (grad, vmap, ...): call solve outside, with autograd and a batch"
+        return (
+            f"a {type(x).__name__} without memory of its own, which wraps other tensors (of torch.func, for example): it "
+            "must be a plain tensor; call solve outside of torch.func, with autograd and a batch"
+        )
     return None
