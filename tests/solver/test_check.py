@@ -1,9 +1,6 @@
-"""A wrong reconstruction, a gradient that explodes and an iteration that does not converge are reported; `revdeq.verify`
-finds where and why."""
+"""A wrong reconstruction, a gradient that explodes and an iteration that does not converge are reported; and
+`revdeq.verify` finds where and why."""
 
-import subprocess
-import sys
-import textwrap
 import warnings
 
 import pytest
@@ -125,14 +122,6 @@ def test_a_silent_gradient_is_a_right_one(beta):
     assert {1, 2, 4} <= set(silent) and 32 not in silent
 
 
-@pytest.mark.cpu
-def test_states_too_small_for_the_exact_state_are_noticed():
-    weight = torch.full((3,), 1e-8, requires_grad=True)
-    z = revdeq.solve(lambda z: 0.5 * z + weight, torch.zeros(3), state="exact", check="raise").z
-    with pytest.raises(revdeq.ReconstructionError, match="exact state"):
-        z.sum().backward()
-
-
 @pytest.mark.parametrize("z0", [torch.zeros(0), torch.zeros(3)])
 def test_what_is_empty_or_zero_raises_no_alarm(z0):
     zero = torch.zeros_like(z0, requires_grad=True)
@@ -160,11 +149,12 @@ def test_a_gradient_that_explodes_warns_once():
 
 
 def test_the_growth_of_the_adjoint_is_that_of_a_linear_map():
-    """f(z) = 2 z, beta = .5: z' = .5 z + y', y' = .5 y + z, and the last step has u_y = u_z / 1 + ..., by hand."""
+    """f(z) = 2 z and beta = .5: y' = .5 y + z, z' = .5 z + y'."""
     solution = revdeq.solve(lambda z: 2 * z, torch.ones(3, requires_grad=True), max_steps=2)
     assert solution.adjoint.growth is None
     solution.z.sum().backward()
-    y1, z1 = torch.ones(2, 3, dtype=torch.float64, requires_grad=True).unbind()
+    y1 = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    z1 = 0.5 + y1
     y2 = 0.5 * y1 + z1
     by_y, by_z = torch.autograd.grad((0.5 * z1 + y2).sum(), [y1, z1])
     expected = torch.hypot(by_y.norm(), by_z.norm()) / 3**0.5
@@ -180,28 +170,6 @@ def test_converging_to_two_points_is_noticed():
         solution = revdeq.solve(f, z0, tol=1e-6, max_steps=500, check=None)
     assert solution.converged and solution.gap > 1
     assert revdeq.solve(torch.cos, z0, tol=1e-6, max_steps=500, check="raise").gap < 1e-5
-
-
-LAST_SOLVE = """
-    import torch, revdeq
-    from fake_gpu import DEVICE
-    torch.manual_seed(0)
-    f = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()).to(DEVICE)
-    x = torch.randn(5, 8).to(DEVICE)
-    revdeq.solve(f, x, beta={beta}, max_steps=20, check={check!r}).z.sum().backward()
-"""
-
-
-@pytest.mark.parametrize(
-    ("check", "beta", "told"),
-    [("warn", 0.9, "ReconstructionWarning"), ("raise", 0.9, "ReconstructionError"), ("raise", 0.5, "")],
-)
-def test_a_warning_of_the_last_solve_on_a_device_comes_at_the_end_of_the_process(check, beta, told):
-    program = "import sys; sys.path[:0] = ['tests', 'tests/tools']\n" + textwrap.dedent(LAST_SOLVE)
-    program = program.format(check=check, beta=beta)
-    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert told in done.stderr and bool(told) == ("Reconstruction" in done.stderr)
 
 
 # verify

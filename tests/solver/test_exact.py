@@ -36,9 +36,9 @@ def blocks():
 @pytest.mark.parametrize(
     ("name", "beta", "max_steps"),
     [
-        *itertools.product(["mlp"], BETAS, [1, 13, 64]),
-        *itertools.product(["conv", "transformer"], BETAS, [13]),
-        *itertools.product(["conv", "transformer"], [0.5, 0.95, 1.2], [64]),
+        *(("mlp", beta, 13) for beta in BETAS),
+        *itertools.product(["mlp"], [0.5, 0.95], [1, 64]),
+        *itertools.product(["conv", "transformer"], [0.5, 0.8, 1.2], [13]),
     ],
 )
 def test_the_backward_pass_computes_what_the_forward_pass_computed(name, beta, max_steps):
@@ -129,34 +129,37 @@ def test_beta_is_rounded_to_the_nearest_fraction():
     assert solution.beta == 0.7
     assert revdeq.solve(torch.cos, torch.zeros(2), beta=0.999, state="exact").beta == 63 / 64
     assert revdeq.solve(torch.cos, torch.zeros(2), beta=1.001, state="exact").beta == 65 / 64
-    with pytest.raises(ValueError, match="beta = 0.001 has no usable fraction"):
+    with pytest.raises(ValueError, match="beta = 0.001 .*fraction"):
         revdeq.solve(torch.cos, torch.zeros(2), beta=0.001, state="exact")
 
 
 @pytest.mark.cpu
-def test_overflow_errors_name_the_step_and_the_remedy():
-    with pytest.raises(
-        OverflowError,
-        match=r"overflow in step 2: f reached 150, .*below 128; use state=revdeq.Exact\(fraction_bits=22\)",
-    ):
+def test_overflow_errors_name_the_limit_and_the_remedy():
+    with pytest.raises(OverflowError, match=r"150.*below 128 .*revdeq.Exact\(fraction_bits="):
         revdeq.solve(lambda z: z * 0 + torch.where(z.abs() > 50, 150.0, 100.0), torch.zeros(3), state="exact")
     roomy = revdeq.solve(lambda z: z * 0 + 150.0, torch.zeros(3), state=revdeq.Exact(fraction_bits=22))
     torch.testing.assert_close(roomy.z, torch.full((3,), 150.0), rtol=0.01, atol=0)
-    with pytest.raises(FloatingPointError, match="overflow in step 1: f is not finite"):
-        revdeq.solve(lambda z: z / 0, torch.zeros(3), state="exact")
-    with pytest.raises(OverflowError, match=r"z0 .*500.*revdeq.Exact\(fraction_bits=21\)"):
+    with pytest.raises(OverflowError, match=r"z0 .*500.*revdeq.Exact\(fraction_bits="):
         revdeq.solve(torch.cos, torch.full((3,), 500.0), state="exact")
-    with pytest.raises(OverflowError, match=r"overflow in step 1: f reached 3e\+10") as told:
-        revdeq.solve(lambda z: z * 0 + 3e10, torch.zeros(3), state="exact")
-    assert "fraction_bits=" not in str(told.value), "no number of fraction bits is enough"
-    with pytest.raises(FloatingPointError, match="z0 .*not finite"):
-        revdeq.solve(torch.cos, torch.zeros(3) / 0, state="exact")
+    with pytest.raises(FloatingPointError, match="f.* not finite"):
+        revdeq.solve(lambda z: z / 0, torch.zeros(3), state="exact")
 
 
 def test_bad_fraction_bits():
-    for bits in (0, 31, 2.5, "24"):
-        with pytest.raises(ValueError, match="fraction_bits = .* must be an integer from 1 to 30"):
+    for bits in (0, 41, 2.5, "24"):
+        with pytest.raises(ValueError, match="fraction_bits = .* must be an integer from 1 to 40"):
             revdeq.Exact(fraction_bits=bits)
+
+
+@pytest.mark.parametrize("bits", [12, 32, 40])
+def test_small_states_are_exact_with_more_fraction_bits(bits):
+    """40 bits resolve 1e-12, and their magnitudes stay below 2^-9."""
+    size = 2.0 ** (24 - bits)
+    f, x = nn.Linear(6, 6), torch.randn(4, 6)
+    report = revdeq.verify(
+        lambda z, x: size * torch.tanh(f(z / size) + x), torch.zeros(4, 6), x, max_steps=20, state=revdeq.Exact(bits)
+    )
+    assert report.exact, str(report)
 
 
 def test_at_the_size_of_the_image_model_of_the_paper():

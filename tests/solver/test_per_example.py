@@ -12,7 +12,6 @@ SETTINGS = {
     "beta .5": {"beta": 0.5},
     "beta .75, gamma 1.25": {"beta": 0.75, "gamma": 1.25},
     "beta 1.25": {"beta": 1.25},
-    "a schedule": {"beta": 0.75, "gamma": 1.25, "schedule": SCHEDULE},
 }
 EVERY = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
 
@@ -53,10 +52,10 @@ def start(x):
 
 def stored(f, z0, steps, setting, y0=None):
     """y and z of the same iteration with the same mask, by plain autograd, in the precision of z0."""
-    steps = torch.as_tensor(steps)
+    steps, beta, gamma = torch.as_tensor(steps), setting["beta"], setting.get("gamma", 1.0)
     y, z = z0 if y0 is None else y0, z0
     states = []
-    for k, (beta, gamma) in enumerate(pairs(**setting, count=2 * int(steps.max()))):
+    for k in range(2 * int(steps.max())):
         other, own = (z, y) if k % 2 == 0 else (y, z)
         moved = (1 - beta) * own + beta * ((1 - gamma) * other + gamma * f(other))
         moved = torch.where((k < 2 * steps).view(-1, *[1] * (own.dim() - 1)), moved, own)
@@ -238,3 +237,37 @@ def test_the_implicit_gradient_is_taken_where_each_example_ended():
 
 
 # compact=True
+
+
+def test_examples_of_any_size():
+    """Rows of one number each, of a few, and no rows at all."""
+
+    def f(z):
+        return 0.5 * torch.tanh(z) + x
+
+    for shape in ((4,), (3, 17), (1, 5), (0, 6)):
+        x = torch.randn(shape, requires_grad=True)
+        s = revdeq.solve(f, torch.zeros(shape), tol=0.01, max_steps=50, per_example=True, check="raise")
+        assert s.steps.shape == s.converged.shape == shape[:1] and (s.change <= 0.01).all() and s.converged.all()
+        y, z, _ = stored(f, torch.zeros(shape), s.steps, {"beta": 0.5}) if len(x) else (s.y, s.z, None)
+        torch.testing.assert_close((s.y, s.z), (y, z), rtol=1e-6, atol=1e-6)
+        ours, theirs = (torch.autograd.grad(z.sum(), x, retain_graph=True)[0] for z in (s.z, z))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_says_which_examples_converged():
+    f, (x, speed) = Block(), inputs()
+    deq = revdeq.RevDEQ(f, **{**GIVEN, "max_steps": 3})
+    deq(x, speed, z0=start(x)).sum().backward()
+    last = deq.last
+    assert last.steps.shape == last.change.shape == last.converged.shape == (5,)
+    assert last.nfe == 2 * last.steps.max()
+    assert last.converged.tolist() == (last.change <= 0.01).tolist() and 0 < last.converged.sum() < 5
+
+
+@pytest.mark.parametrize(
+    "z0", [torch.zeros(()), {"a": torch.zeros(3, 2), "b": torch.zeros(2, 2)}], ids=["scalar", "two"]
+)
+def test_a_state_without_a_batch_is_refused(z0):
+    with pytest.raises(ValueError, match="per_example.*first dimension"):
+        revdeq.solve(lambda z: z, z0, **GIVEN)

@@ -1,7 +1,5 @@
 """The iteration: its two equations, its convergence, its tolerance."""
 
-import math
-
 import pytest
 import torch
 from torch import nn

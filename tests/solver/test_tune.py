@@ -1,16 +1,13 @@
 """Which coefficients converge: theory and measurements, and the search for good ones."""
 
-import io
 import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from spectrum import best_coefficients, rate
 from torch import nn
 
 import revdeq
-from revdeq._solver.tune import CLOSEST_TO_1, MOST_SOLVES
 from revdeq.models import ConvBlock, TransformerBlock
 
 ELLIPSES = [(0.9, 0.0, 0.0), (0.5, 1.5, 0.0), (0.9, 0.3, 0.0), (0.6, 0.6, -0.3), (0.5, 2.0, -1.0)]
@@ -120,13 +117,71 @@ def test_nested_states_and_other_dtypes():
     assert found.residual < 0.1
 
 
-# layers
+@pytest.mark.parametrize("name", ["conv", "transformer"])
+@pytest.mark.parametrize("given", [{}, {"beta": 1.2, "gamma": 0.9}])
+def test_tune_is_never_worse_than_the_given_pair_and_is_deterministic(name, given):
+    """On every second example, which was held out."""
+    f, x = blocks()[name]
+    before = torch.get_rng_state()
+    found = revdeq.tune(f, torch.zeros_like(x), x, max_steps=6, **given)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found.given[:2] == (given.get("beta", 0.5), given.get("gamma", 1.0))
+    assert found.residual <= found.given.residual and len(found.trials) <= 24
+    assert all(abs(1 - t.beta) >= 1 / 16 and 0 < t.gamma < 2 for t in found.trials)
+    again = revdeq.tune(f, torch.zeros_like(x), x, max_steps=6, **given)
+    assert again.trials == found.trials and str(again) == str(found)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
+@pytest.mark.parametrize("name", ["conv", "transformer"])
+@pytest.mark.parametrize("settings", [{"max_steps": 8}, {"max_steps": 24}, {"max_steps": 100, "tol": 1e-3}], ids=str)
+def test_what_tune_returns_works(name, settings):
+    """Its state inverts its pair: a solve of the whole batch passes its check, and tune says why it chose it."""
+    f, x = blocks()[name]
+    found = revdeq.tune(f, torch.zeros_like(x), x, **settings)
+    assert found.state == "float64" or isinstance(found.state, revdeq.Exact)
+    pair = {"beta": found.beta, "gamma": found.gamma, "state": found.state, "check": "raise"}
+    revdeq.solve(f, torch.zeros_like(x), x, **settings, **pair).z.sum().backward()
+    assert f"state = {found.state!r}" in str(found) and found.why
 
-    def forward(self, z, x):
-        return torch.tanh(self.linear(z) + x)
+
+def test_tune_chooses_more_fraction_bits_for_smaller_states():
+    f = nn.Linear(8, 8)
+    f.weight.data *= 0.5
+    bits = []
+    for size in (1e-3, 1.0, 100.0):
+        found = revdeq.tune(
+            lambda z, x: size * torch.tanh(f(z / size) + x), torch.zeros(6, 8), torch.randn(6, 8), max_steps=80
+        )  # noqa: B023
+        bits.append(found.state.fraction_bits if isinstance(found.state, revdeq.Exact) else None)
+    assert None in bits or bits == sorted(bits, reverse=True)
+
+
+def test_a_float64_z0_stays_among_pairs_that_float64_inverts():
+    f, x = nn.Linear(8, 8).double(), torch.randn(6, 8, dtype=torch.float64)
+    found = revdeq.tune(lambda z, x: torch.tanh(f(z) + x), torch.zeros_like(x), x, max_steps=20)
+    assert found.state == "float64"
+
+
+@pytest.mark.parametrize("f", [lambda z: z / 0, lambda z: z / (1 // 0)], ids=["diverges", "raises"])
+def test_tune_says_why_it_found_nothing(f):
+    with pytest.raises((FloatingPointError, ZeroDivisionError), match="the iteration diverges with all|division"):
+        revdeq.tune(f, torch.ones(3))
+
+
+def test_a_layer_takes_what_tune_finds_or_stays_as_it_was():
+    f = nn.Linear(8, 8)
+    deq, x = revdeq.RevDEQ(lambda z, x: torch.tanh(f(z) + x), max_steps=6), torch.randn(6, 8)
+    found = deq.tune(x, batches=[(torch.randn(6, 8),)])
+    assert (deq.beta, deq.gamma, deq.state) == (found.beta, found.gamma, found.state) != (0.5, 1.0, "float64")
+    before = deq.options
+    deq.f = lambda z, x: z / 0
+    with pytest.raises(FloatingPointError):
+        deq.tune(x)
+    assert deq.options == before
+
+
+def test_a_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    f, x = blocks()["conv"]
+    revdeq.tune(f, torch.zeros_like(x), x, max_steps=2).plot(tmp_path / "tune.png")
+    assert (tmp_path / "tune.png").stat().st_size > 5000
