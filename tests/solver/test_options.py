@@ -131,13 +131,13 @@ def test_the_state_does_not_depend_on_the_number_of_steps():
     assert revdeq.solve(torch.cos, Z, state=revdeq.Exact(20)).state == "exact"
 
 
-@pytest.mark.parametrize("tol", [None, 1e-1, 1e-9])
+@pytest.mark.parametrize("tol", [None, 0.3, 1e-9])
 def test_converged_says_whether_the_tolerance_was_reached(tol):
     deq = revdeq.RevDEQ(Block(), max_steps=4, tol=tol)
     x = torch.ones(2, 6)
     solution = revdeq.solve(deq.f, torch.zeros_like(x), x, max_steps=4, tol=tol)
     deq(x)
-    assert solution.converged is deq.last.converged is {None: None, 1e-1: True, 1e-9: False}[tol]
+    assert solution.converged is deq.last.converged is {None: None, 0.3: True, 1e-9: False}[tol]
     assert (solution.steps < 4) == bool(solution.converged) and deq.last.steps == solution.steps
 
 
@@ -159,9 +159,8 @@ def test_a_layers_options_are_plain_attributes_that_may_change_between_calls():
     assert deq.last.steps == 4
     deq.max_steps, deq.gamma = 6, 0.9
     assert torch.equal(deq(x), revdeq.solve(deq.f, torch.zeros(3, 6), x, beta=0.8, gamma=0.9, max_steps=6).z)
-    assert torch.equal(
-        deq(x, max_steps=5), revdeq.solve(deq.f, torch.zeros(3, 6), x, beta=0.8, gamma=0.9, max_steps=5).z
-    )
+    z = revdeq.solve(deq.f, torch.zeros(3, 6), x, beta=0.8, gamma=0.9, max_steps=5).z
+    assert torch.equal(deq(x, max_steps=5), z)
     assert deq.last.steps == 5 and deq.max_steps == 6
     assert repr(deq).startswith("RevDEQ(\n  beta=0.8, gamma=0.9, max_steps=6\n")
     deq.max_steps = 0

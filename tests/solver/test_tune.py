@@ -149,9 +149,8 @@ def test_tune_chooses_more_fraction_bits_for_smaller_states():
     f.weight.data *= 0.5
     bits = []
     for size in (1e-3, 1.0, 100.0):
-        found = revdeq.tune(
-            lambda z, x: size * torch.tanh(f(z / size) + x), torch.zeros(6, 8), torch.randn(6, 8), max_steps=80
-        )  # noqa: B023
+        step = lambda z, x: size * torch.tanh(f(z / size) + x)  # noqa: B023, E731
+        found = revdeq.tune(step, torch.zeros(6, 8), torch.randn(6, 8), max_steps=80)
         bits.append(found.state.fraction_bits if isinstance(found.state, revdeq.Exact) else None)
     assert None in bits or bits == sorted(bits, reverse=True)
 
