@@ -19,11 +19,11 @@ pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_avai
 
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self, **options):
         super().__init__()
         torch.manual_seed(0)
         self.encoder, self.head = nn.Linear(6, 6), nn.Linear(6, 2)
-        self.deq = revdeq.RevDEQ(Block())
+        self.deq = revdeq.RevDEQ(Block(), **options)
         self.closure = nn.Linear(6, 6)
         self.unused = nn.Linear(6, 6)
 
@@ -118,34 +118,19 @@ def check_tensor_parallel_modules_inside_f(rank):
         agree(ours, gradients(whole))
 
 
-def check_fsdp1_inside_f_is_refused(rank):
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    f = FullyShardedDataParallel(nn.Linear(6, 6), device_id=torch.device("cpu"))
-    with pytest.raises(TypeError, match="f contains a FullyShardedDataParallel.*fully_shard"):
-        revdeq.solve(f, torch.zeros(2, 6))
-
-
 def pair(model):
-    options = model.deq.options
-    return options["beta"], options["gamma"]
+    return model.deq.beta, model.deq.gamma, model.deq.state
 
 
 def check_coefficients_are_the_same_everywhere(rank):
-    """All processes get the coefficients of the first one, as for all buffers."""
+    """All processes get those that the first one finds."""
     model = Model()
-    if rank == 0:
-        model.deq.use(0.75, 1.25)
-    parallel = DistributedDataParallel(model)
-    assert pair(model) == (0.75, 1.25)
-    alone = revdeq.tune(model.deq.f, torch.zeros(4, 6), share(rank), max_steps=8)
-    found, used = [None, None], [None, None]
-    dist.all_gather_object(found, (alone.beta, alone.gamma))
+    parallel, used = DistributedDataParallel(model), [None, None]
     model.deq.tune(share(rank))
     dist.all_gather_object(used, pair(model))
-    assert found[0] != found[1] and used == [found[0]] * 2
+    alone = revdeq.tune(model.deq.f, torch.zeros(4, 6), share(0), max_steps=8)
+    assert used == [(alone.beta, alone.gamma, alone.state)] * 2
     parallel(share(rank), True).square().mean().backward()
-    assert pair(model) == found[0]
 
 
 def check_coefficients_are_loaded(rank, folder):
@@ -157,14 +142,36 @@ def check_coefficients_are_loaded(rank, folder):
         old, new, third = shard(Model()), shard(Model()), shard(Model())
         whole = Model()
         for model in (old, whole):
-            model.deq.use(0.75, 1.25)
+            model.deq.use(0.75, 1.25, "exact")
         path = os.path.join(folder, shard.__name__.strip("<>"))
         checkpoint.save({"model": old.state_dict()}, checkpoint_id=path)
         checkpoint.load({"model": new.state_dict()}, checkpoint_id=path)
-        assert pair(new) == (0.75, 1.25)
+        assert pair(new) == (0.75, 1.25, "exact")
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(third, whole.state_dict() if rank == 0 else {}, options=options)
-        assert pair(third) == (0.75, 1.25)
+        assert pair(third) == (0.75, 1.25, "exact")
+
+
+def check_fully_shard_inside_f(rank):
+    """FSDP2 gathers the parameters for each evaluation, and gets their whole gradient."""
+    from torch.distributed.fsdp import fully_shard
+
+    def trained(model, share):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        for _ in range(2):  # each update must use the gradient of its own batch
+            optimizer.zero_grad()
+            model(share, True).square().mean().backward()
+            optimizer.step()
+        return {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
+
+    expected = trained(Model(), data())
+    for reshard, state in ((False, "float64"), (True, "float64"), (True, "exact")):
+        model = Model(state=state)
+        fully_shard(model.deq.f, reshard_after_forward=reshard)
+        fully_shard(model.closure, reshard_after_forward=reshard)
+        fully_shard(model)
+        for name, p in trained(model, share(rank)).items():
+            torch.testing.assert_close(p, expected[name], rtol=0, atol=1e-5, msg=name)
 
 
 def work(rank, port, folder):
@@ -176,7 +183,8 @@ def work(rank, port, folder):
         check_gradient_accumulation(rank)
         check_fsdp(rank)
         check_tensor_parallel_modules_inside_f(rank)
-        check_fsdp1_inside_f_is_refused(rank)
+        if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):  # earlier ones gather nothing in an evaluation
+            check_fully_shard_inside_f(rank)
         check_coefficients_are_the_same_everywhere(rank)
         check_coefficients_are_loaded(rank, folder)
     finally:

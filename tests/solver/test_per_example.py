@@ -8,12 +8,10 @@ from torch import nn
 
 import revdeq
 
-SCHEDULE = [(0.5, 1.25), (0.75, 1.0), (0.5, 0.75), (1.25, 1.0), (0.625, 1.0)]
 SETTINGS = {
     "beta .5": {"beta": 0.5},
     "beta .75, gamma 1.25": {"beta": 0.75, "gamma": 1.25},
     "beta 1.25": {"beta": 1.25},
-    "a schedule": {"beta": 0.75, "gamma": 1.25, "schedule": SCHEDULE},
 }
 EVERY = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
 
@@ -52,16 +50,12 @@ def start(x):
     return (x + torch.tensor(DISTANCES, dtype=x.dtype)[:, None] * torch.randn_like(x)).detach()
 
 
-def pairs(beta, gamma=1.0, schedule=(), count=0):
-    return [*schedule, *[(beta, gamma)] * count][:count]
-
-
 def stored(f, z0, steps, setting, y0=None):
     """y and z of the same iteration with the same mask, by plain autograd, in the precision of z0."""
-    steps = torch.as_tensor(steps)
+    steps, beta, gamma = torch.as_tensor(steps), setting["beta"], setting.get("gamma", 1.0)
     y, z = z0 if y0 is None else y0, z0
     states = []
-    for k, (beta, gamma) in enumerate(pairs(**setting, count=2 * int(steps.max()))):
+    for k in range(2 * int(steps.max())):
         other, own = (z, y) if k % 2 == 0 else (y, z)
         moved = (1 - beta) * own + beta * ((1 - gamma) * other + gamma * f(other))
         moved = torch.where((k < 2 * steps).view(-1, *[1] * (own.dim() - 1)), moved, own)
@@ -119,18 +113,6 @@ def test_spilled_remainders_stay_with_frozen_examples():
     assert solution.steps.min() < 5 and 10 < solution.steps.max() < 40
     report = revdeq.verify(f, start(x), x, speed, **given)
     assert report.exact, str(report)
-
-
-@EVERY
-def test_the_exact_state_has_the_gradient_of_float64(setting):
-    """Its integers resolve 2^-30, which rounds the states by that in each of 24 half-steps."""
-    f, (x, speed) = Block(), inputs()
-    z0 = start(x)
-    solution = revdeq.solve(f, z0, x, speed, state=revdeq.Exact(27), **GIVEN, **setting)
-    y, z, _ = stored(lambda z: f(z, x, speed), z0, solution.steps, setting)
-    ours = torch.autograd.grad(loss(solution.y, solution.z), [*f.parameters()])
-    for a, b in zip(ours, torch.autograd.grad(loss(y, z), [*f.parameters()]), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6 * b.abs().max().item())
 
 
 def test_an_example_stops_after_its_own_first_step_with_a_small_change():
@@ -228,18 +210,6 @@ def test_a_loss_on_a_step_before_the_others_are_taken():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * b.abs().max().item())
 
 
-def test_the_gradient_of_a_schedule():
-    f, (x, speed) = Block(couples=True), inputs()
-    z0 = start(x)
-    schedule = torch.tensor(SCHEDULE, dtype=torch.float64).requires_grad_()
-    setting = {"beta": 0.5, "schedule": schedule}
-    solution = revdeq.solve(f, z0, x, speed, **GIVEN, state="float64", **setting)
-    y, z, _ = stored(lambda z: f(z, x, speed), z0, solution.steps, {"beta": 0.5, "schedule": [*schedule]})
-    (ours,) = torch.autograd.grad(loss(solution.y, solution.z), schedule)
-    (theirs,) = torch.autograd.grad(loss(y, z), schedule)
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
 def test_a_half_precision_f():
     """Seeds have f's dtype, and are 0 for frozen examples; only rounding is left, 2^-8 of each product."""
     f, (x, speed) = Block(dtype=torch.bfloat16, couples=True), inputs(torch.bfloat16)
@@ -254,36 +224,6 @@ def test_a_half_precision_f():
         torch.testing.assert_close(a.grad.double(), b, rtol=0, atol=0.05 * b.abs().max().item())
 
 
-def test_a_state_whose_batch_is_not_outermost_in_memory():
-    weight = torch.randn(6, 6, dtype=torch.float64) / 3
-    x, speed = inputs()
-
-    def f(z, transposed):
-        out = speed[:, None] * torch.tanh(z @ weight) + x
-        return out.T.contiguous().T if transposed else out
-
-    solutions = [revdeq.solve(f, torch.zeros(5, 6).double(), t, **GIVEN) for t in (False, True)]
-    assert torch.equal(solutions[0].z, solutions[1].z) and torch.equal(solutions[0].steps, solutions[1].steps)
-    assert solutions[1].z.is_contiguous()
-
-
-def test_a_gradient_that_f_changes_in_place():
-    """A seed has its own memory."""
-    f, (x, speed) = Block(), inputs()
-
-    def clamped(z):
-        out = f(z, x, speed)
-        if out.requires_grad:
-            out.register_hook(lambda g: g.clamp_(-0.01, 0.01))
-        return out
-
-    solution = revdeq.solve(clamped, torch.zeros(5, 6).double(), state="float64", **GIVEN)
-    _, z, _ = stored(clamped, torch.zeros(5, 6).double(), solution.steps, {"beta": 0.5})
-    ours = torch.autograd.grad(solution.z.square().sum(), [*f.parameters()])
-    for a, b in zip(ours, torch.autograd.grad(z.square().sum(), [*f.parameters()]), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-
-
 def test_the_implicit_gradient_is_taken_where_each_example_ended():
     f, (x, speed) = Block(), inputs()
     given = {**GIVEN, "tol": 1e-6, "max_steps": 200, "state": "exact"}
@@ -296,139 +236,38 @@ def test_the_implicit_gradient_is_taken_where_each_example_ended():
         torch.testing.assert_close(a, b, rtol=0, atol=1e-3 * b.abs().max().item())
 
 
-def test_per_example_in_a_layer():
-    f, (x, speed) = Block(), inputs()
-    deq = revdeq.RevDEQ(f, **GIVEN)
-    deq(x, speed).sum().backward()
-    assert deq.last.steps.shape == deq.last.change.shape == (5,) and deq.last.nfe == 2 * deq.last.steps.max()
-    assert "per_example=True" in repr(deq)
-
-
-def test_a_batch_of_one():
-    f, (x, speed) = Block(), inputs()
-    z0 = torch.zeros(1, 6).double()
-    one, whole = (revdeq.solve(f, z0, x[1:2], speed[1:2], tol=1e-4, max_steps=30, per_example=p) for p in (True, False))
-    assert torch.equal(one.z, whole.z) and one.steps.tolist() == [whole.steps]
-    torch.testing.assert_close(one.change[0], whole.change)
-
-
-def test_an_empty_batch():
-    f, (x, speed) = Block(), inputs()
-    solution = revdeq.solve(f, torch.zeros(0, 6).double(), x[:0], speed[:0], **GIVEN)
-    assert solution.z.shape == (0, 6) and solution.steps.shape == solution.change.shape == (0,)
-    solution.z.sum().backward()
-
-
-def test_per_example_refuses_bad_input():
-    f, (x, speed) = Block(), inputs()
-    z0 = torch.zeros(5, 6).double()
-    with pytest.raises(ValueError, match=r"per_example = True needs a tol.*tol=1e-3"):
-        revdeq.solve(f, z0, x, speed, per_example=True)
-    with pytest.raises(TypeError, match=r"per_example = 3 must be True or False"):
-        revdeq.solve(f, z0, x, speed, per_example=3, tol=1e-3)
-    with pytest.raises(ValueError, match=r"backward_steps = 2.*leave it out.*per_example"):
-        revdeq.solve(f, z0, x, speed, backward_steps=2, **GIVEN)
-    with pytest.raises(ValueError, match=r"z0\['a'\] of shape \(3, 2\), z0\['b'\] of .*make them equal"):
-        revdeq.solve(lambda z: z, {"a": torch.zeros(3, 2), "b": torch.zeros(2, 2)}, **GIVEN)
-    with pytest.raises(ValueError, match=r"z0 has no dimension.*batch.*add one"):
-        revdeq.solve(torch.cos, torch.zeros(()), **GIVEN)
-    with pytest.raises(ValueError, match=r"z0\[1\] has no dimension"):
-        revdeq.solve(lambda z: z, (torch.zeros(2), torch.zeros(())), **GIVEN)
-    with pytest.raises(FloatingPointError, match=r"example 3 of 5 is not finite.*smaller beta"):
-        revdeq.solve(lambda z: torch.where(torch.arange(5)[:, None] == 3, torch.inf, z), z0, state="float64", **GIVEN)
-
-
 # compact=True
 
 
-def counted(f):
-    """f, and the sizes of its batches."""
-    sizes = []
+def test_examples_of_any_size():
+    """Rows of one number each, of a few, and no rows at all."""
 
-    def counting(z, *args, **kwargs):
-        sizes.append(len(z) if isinstance(z, torch.Tensor) else len(z["a"]))
-        return f(z, *args, **kwargs)
+    def f(z):
+        return 0.5 * torch.tanh(z) + x
 
-    return counting, sizes
-
-
-def by_row(z, x, speed):
-    """It computes a row in the same way in every batch."""
-    return speed[:, None] * torch.tanh(z + z.roll(1, 1)) + x
-
-
-@pytest.mark.parametrize("state", ["float64", "exact"])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_compact_leaves_examples_out_and_computes_the_same(state, mode):
-    torch.manual_seed(1)
-    x, speed, z0 = torch.randn(37, 6), torch.linspace(-0.9, 0.9, 37), torch.randn(37, 6)
-    given = {"beta": 0.8, "tol": 1e-4, "max_steps": 40, "per_example": True, "state": state}
-    f, sizes = counted(by_row)
-    with mode():
-        whole = revdeq.solve(by_row, z0, x, speed, **given)
-        some = revdeq.solve(f, z0, x, speed, **given, compact=True)
-    for name in ("z", "y", "steps", "change"):
-        assert torch.equal(getattr(some, name), getattr(whole, name)), name
-    assert some.nfe == whole.nfe == len(sizes)
-    assert sizes == sorted(sizes, reverse=True)
-    assert set(sizes) <= {37, 32, 16, 8, 4, 2, 1} and len(set(sizes)) > 3
-    for k, size in enumerate(sizes):  # at most twice the number of examples that have not stopped
-        assert size < 2 * max(1, int((2 * whole.steps > k).sum())) or size == 37
+    for shape in ((4,), (3, 17), (1, 5), (0, 6)):
+        x = torch.randn(shape, requires_grad=True)
+        s = revdeq.solve(f, torch.zeros(shape), tol=0.01, max_steps=50, per_example=True, check="raise")
+        assert s.steps.shape == s.converged.shape == shape[:1] and (s.change <= 0.01).all() and s.converged.all()
+        y, z, _ = stored(f, torch.zeros(shape), s.steps, {"beta": 0.5}) if len(x) else (s.y, s.z, None)
+        torch.testing.assert_close((s.y, s.z), (y, z), rtol=1e-6, atol=1e-6)
+        ours, theirs = (torch.autograd.grad(z.sum(), x, retain_graph=True)[0] for z in (s.z, z))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_compact_of_a_nested_state_and_nested_arguments():
-    torch.manual_seed(1)
-    x, speed = torch.randn(9, 6), torch.linspace(0, 0.9, 9)
-    weight, z0 = torch.randn(6) / 3, {"a": torch.zeros(9, 6), "b": torch.zeros(9, 2, 3)}
-
-    def f(z, more, *, weight):
-        a = more["speed"][:, None] * torch.tanh(z["b"].flatten(1) * weight)
-        return {"a": a + more["x"][0], "b": (more["speed"][:, None] * torch.sin(z["a"])).view(-1, 2, 3)}
-
-    given = {"beta": 0.8, "tol": 1e-4, "max_steps": 40, "per_example": True, "kwargs": {"weight": weight}}
-    more = {"x": [x], "speed": speed}
-    counting, sizes = counted(f)
-    with torch.no_grad():
-        whole, some = revdeq.solve(f, z0, more, **given), revdeq.solve(counting, z0, more, **given, compact=True)
-    assert sizes[-1] < 9 and torch.equal(some.steps, whole.steps)
-    for name in ("a", "b"):
-        assert torch.equal(some.z[name], whole.z[name]) and torch.equal(some.y[name], whole.y[name])
-    assert more["x"][0] is x and len(more["speed"]) == 9
-
-
-def test_compact_is_ignored_with_gradients_and_in_steps():
+def test_a_layer_says_which_examples_converged():
     f, (x, speed) = Block(), inputs()
-    counting, sizes = counted(f)
-    deq = revdeq.RevDEQ(counting, compact=True, **GIVEN)
+    deq = revdeq.RevDEQ(f, **{**GIVEN, "max_steps": 3})
     deq(x, speed, z0=start(x)).sum().backward()
-    assert set(sizes) == {5} and f.linear.weight.grad is not None
-    with torch.no_grad():
-        *_, last = deq.steps(x, speed, z0=start(x))
-        assert set(sizes) == {5} and last.steps.min() < last.steps.max()
-        deq(x, speed, z0=start(x))
-        assert 2 in sizes or 4 in sizes
+    last = deq.last
+    assert last.steps.shape == last.change.shape == last.converged.shape == (5,)
+    assert last.nfe == 2 * last.steps.max()
+    assert last.converged.tolist() == (last.change <= 0.01).tolist() and 0 < last.converged.sum() < 5
 
 
-def test_compact_continues_a_solution():
-    x, speed = inputs(torch.float32)
-    with torch.no_grad():
-        first = revdeq.solve(by_row, start(x), x, speed, **GIVEN, compact=True)
-        again = revdeq.solve(by_row, first, x, speed, **{**GIVEN, "tol": 1e-6}, compact=True)
-        whole = revdeq.solve(by_row, first, x, speed, **{**GIVEN, "tol": 1e-6})
-    assert torch.equal(again.z, whole.z) and torch.equal(again.steps, whole.steps)
-
-
-def test_what_compact_refuses():
-    x, speed = inputs(torch.float32)
-    z0 = start(x)
-    with pytest.raises(ValueError, match=r"compact = True.*per_example=True"):
-        revdeq.solve(by_row, z0, x, speed, tol=1e-3, compact=True)
-    with pytest.raises(ValueError, match=r"aux = True.*leave it out.*compact"):
-        revdeq.solve(by_row, z0, x, speed, compact=True, aux=True, **GIVEN)
-    with torch.no_grad():
-        with pytest.raises(RuntimeError, match=r"f failed.*of 5 examples.*as arguments.*compact=False"):
-            revdeq.solve(lambda z: by_row(z, x, speed), z0, compact=True, **GIVEN)
-        square = torch.zeros(6, 6)
-        with pytest.raises(ValueError, match=r"args\[1\] has shape \(6, 2\).*another batch size"):
-            revdeq.solve(lambda z, x, w: z, square, square, torch.zeros(6, 2), compact=True, **GIVEN)
-        assert revdeq.solve(lambda z, x, w: z, square, square, square[:, :1], compact=True, **GIVEN).nfe == 2
+@pytest.mark.parametrize(
+    "z0", [torch.zeros(()), {"a": torch.zeros(3, 2), "b": torch.zeros(2, 2)}], ids=["scalar", "two"]
+)
+def test_a_state_without_a_batch_is_refused(z0):
+    with pytest.raises(ValueError, match="per_example.*first dimension"):
+        revdeq.solve(lambda z: z, z0, **GIVEN)
