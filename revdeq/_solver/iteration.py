@@ -212,16 +212,22 @@ class Iteration:
     def _refuse(self, number: int) -> None:
         """Raise if there is no backward pass that is that of the forward pass."""
         if number < self._number:
-            raise RuntimeError("a backward pass through a solve ran inside another one through the same solve (in a hook?)")
+            raise RuntimeError(
+                "a backward pass through a solve ran inside another one through the same solve (in a hook?)"
+            )
         if torch.is_inference_mode_enabled():
-            raise RuntimeError("backward of a solve in inference mode, where f has no graph: leave torch.inference_mode()")
+            raise RuntimeError(
+                "backward of a solve in inference mode, where f has no graph: leave torch.inference_mode()"
+            )
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate an "
                 "unrolled iteration"
             )
         if thread.evaluates and self.is_running:
-            raise RuntimeError("f differentiates through earlier evaluations of its solve: detach what it differentiates")
+            raise RuntimeError(
+                "f differentiates through earlier evaluations of its solve: detach what it differentiates"
+            )
         if not self.half_steps:
             raise RuntimeError(
                 "Trying to backward through a solve a second time, but its states were used up: call the first "

@@ -12,11 +12,12 @@ are unknown, `tune` tries some pairs and returns the best.
 """
 
 import collections
+import contextlib
 import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -44,8 +45,8 @@ CLOSEST_TO_1 = 1 / 16
 HEADROOM = 16
 """How much larger than what was seen here a number may become in an exact state."""
 
-REBUILT = 1e-6
-"""The relative error up to which a float64 state counts as inverted."""
+REBUILT = 1e-5
+"""The relative error up to which a float64 state counts as inverted: gradients are then off by 6e-7 at most."""
 
 
 class Trial(NamedTuple):
@@ -87,18 +88,17 @@ class Tuning:
     residual: float
     evaluations: int
     given: Trial
-    trials: list[Trial] = field(default_factory=list)
-    why: str = ""
+    trials: list[Trial]
+    why: str
 
     def __str__(self) -> str:
         lines = [f"beta = {self.beta:g}, gamma = {self.gamma:g}, state = {self.state!r}: {self.why}", ""]
         lines += ["the search:", "  beta   gamma  residual  evaluations"]
         for trial in sorted(self.trials, key=lambda t: t.rate):
             size = f"{trial.residual:.1e}" if math.isfinite(trial.residual) else "diverges"
-            note = (
-                "  chosen" if trial[:2] == (self.beta, self.gamma) else "  given" if trial[:2] == self.given[:2] else ""
-            )
-            lines.append(f"{trial.beta:6.3f}  {trial.gamma:6.3f}  {size:<10}{trial.evaluations}{note}")
+            notes = {self.given[:2]: "  given", (self.beta, self.gamma): "  chosen"}
+            words = f"{trial.beta:6.3f}  {trial.gamma:6.3f}  {size:<10}{trial.evaluations}"
+            lines.append(words + notes.get(trial[:2], ""))
         return "\n".join(lines)
 
     def plot(self, path: Any = None) -> Any:
@@ -121,18 +121,14 @@ class Tuning:
         figure = Figure(figsize=(5.5, 4), layout="constrained")
         axes = figure.subplots()
         finite = [t for t in self.trials if math.isfinite(t.residual)]
-        others = [t for t in self.trials if not math.isfinite(t.residual)]
-        axes.scatter([t.beta for t in others], [t.gamma for t in others], marker="x", color="grey", label="diverges")
-        sizes = [t.residual for t in finite]
-        points = axes.scatter(
-            [t.beta for t in finite], [t.gamma for t in finite], c=sizes, s=45, cmap="viridis_r",
-            norm=LogNorm(min(sizes), max(*sizes, 1.001 * min(sizes))),
-        )  # fmt: skip
+        betas, gammas, sizes = [t.beta for t in finite], [t.gamma for t in finite], [t.residual for t in finite]
+        colours = LogNorm(min(sizes), max(*sizes, 1.001 * min(sizes)))
+        points = axes.scatter(betas, gammas, c=sizes, s=45, cmap="viridis_r", norm=colours)
         figure.colorbar(points, label="relative residual of the search")
         axes.scatter(self.beta, self.gamma, s=160, facecolors="none", edgecolors="red", label="chosen")
         axes.scatter(*self.given[:2], marker="s", s=110, facecolors="none", edgecolors="black", label="given")
         axes.set(xlabel="beta", ylabel="gamma")
-        figure.legend(loc="outside upper center", ncols=3, frameon=False)
+        figure.legend(loc="outside upper center", ncols=2, frameon=False)
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure
@@ -176,35 +172,28 @@ def tune(
     for i, batch in enumerate(batches):
         if not isinstance(batch, (tuple, list)) or not batch:
             raise TypeError(f"batches[{i}] is of type {type(batch).__name__}: it must be a tuple (z0, *args)")
-    device = flattened_state(z0)[0][0].device
-    tuned, held, what = _split([(z0, *args), *map(tuple, batches)])
-    problem = Problem(checked_f(f), tuned, kwargs or {}, options, device, generator_states(device))
-    if what == "every second example" and not problem.takes(held):
-        tuned, held, what = [(z0, *args)], [], "nothing"
-        problem = replace(problem, batches=tuned)
+    x = flattened_state(z0)[0][0]
+    everything = [(z0, *args), *map(tuple, batches)]
+    problem = Problem(checked_f(f), everything, kwargs or {}, options, x.device, generator_states(x.device))
     try:
+        tuned, held, what = _split(problem)
         given = _allowed(checked.beta, checked.gamma, upwards=checked.beta > 1)
         trials: dict[tuple[float, float], Trial] = {}
         for pair in _search(given, trials):
-            trials[pair] = problem.trial(*pair)
+            trials[pair] = tuned.trial(*pair)
         ranked = sorted(trials.values(), key=lambda t: t.rate)
         if not math.isfinite(ranked[0].residual):
             raise FloatingPointError(
                 f"the iteration diverges with all {len(trials)} pairs that were tried: f returns NaN or infinity, "
                 "or has eigenvalues with real parts above 1; normalize f's output, or start with a smaller gamma"
             )
-        others = replace(problem, batches=held or tuned)
-        first = others.trial(*given)
-        finalists = sorted((others.trial(t.beta, t.gamma) for t in ranked[:FINALISTS]), key=lambda t: t.rate)
-        better = [t for t in finalists if t.rate < first.rate]
-        order = [*better, first, *(t for t in ranked if t not in better)]
-        found = problem.inverted(order, float64_only=any(x.dtype == torch.float64 for x in tree_leaves(z0)))
-        decision = "it beats the given pair" if found[0] in better else "no better pair"
-        why = f"{decision} on {what} that was held out; {found[2]}" if held else f"nothing was held out; {found[2]}"
-        problem.works(found[0], found[1])
+        first = held.trial(*given)
+        finalists = sorted((held.trial(t.beta, t.gamma) for t in ranked[:FINALISTS]), key=lambda t: t.rate)
+        order = [*(t for t in finalists if t.rate < first.rate), first, *ranked]
+        best, state, reason = problem.inverted(order, can_be_exact=x.dtype != torch.float64)
+        problem.works(best, state)
     finally:
         problem.rewind()
-    best = found[0]
     if best.residual >= 1:
         warnings.warn(
             f"no pair converges: with the best of {len(trials)}, the residual is still {best.residual:.2g} after the "
@@ -212,7 +201,9 @@ def tune(
             ConvergenceWarning,
             stacklevel=2,
         )
-    return Tuning(best.beta, best.gamma, found[1], best.residual, best.evaluations, first, list(trials.values()), why)
+    decision = "no pair beats the given one" if best[:2] == first[:2] else "it beats the given pair"
+    why = f"{decision} on {what}; {reason}"
+    return Tuning(best.beta, best.gamma, state, best.residual, best.evaluations, first, list(trials.values()), why)
 
 
 @dataclass(frozen=True)
@@ -233,15 +224,6 @@ class Problem:
         self.rewind()
         keywords: Any = {**self.options, "check": None, "per_example": False, "keep": 0, **changed}
         return solve(f, *batch, kwargs=self.kwargs, **keywords)
-
-    def takes(self, batches: Sequence[tuple[Any, ...]]) -> bool:
-        """Whether f takes parts of a batch: some f mix examples, as the nodes of a graph."""
-        try:
-            with torch.no_grad():
-                replace(self, batches=batches).trial(0.5, 1.0, max_steps=1)
-        except (RuntimeError, ValueError, IndexError):
-            return False
-        return True
 
     def trial(self, beta: float, gamma: float, **changed: Any) -> Trial:
         """The geometric mean of the residuals of the batches, infinite if a solve diverges."""
@@ -268,83 +250,87 @@ class Problem:
         change, value = (x.clamp(min=sys.float_info.min).log() for x in (change, sum_of_squares(states)))
         return float((change - value).nan_to_num(math.inf, math.inf) / 2)
 
-    def inverted(self, trials: Sequence[Trial], float64_only: bool) -> tuple[Trial, str | Exact, str]:
+    def inverted(self, trials: Sequence[Trial], can_be_exact: bool) -> tuple[Trial, str | Exact, str]:
         """The first trial whose steps can be inverted, in which state, and why."""
         if options_from(self.options).gradient == "implicit":
-            return trials[0], "float64", 'state="float64" because gradient="implicit" inverts nothing'
+            return trials[0], "float64", "gradient='implicit' inverts no step, in any state"
         for trial in trials:
             try:
                 error, size = self._reconstructed(trial)
             except FloatingPointError:
                 continue
             if error <= REBUILT:
-                return trial, "float64", f'state="float64" because it inverts these steps (to {error:.0e})'
-            if not float64_only:
+                return trial, "float64", f"a float64 state inverts these steps (error {error:.0e})"
+            if can_be_exact:
                 bits = min(max(math.floor(31 - math.log2(HEADROOM * size)), 1), 40)
-                reason = f"a float64 state does not invert these steps (error {error:.0e}), and numbers up to {size:.2g} were seen"
-                return trial, Exact(fraction_bits=bits), f"Exact because {reason}"
+                why = f"a float64 state does not invert these steps (error {error:.0e})"
+                return trial, Exact(fraction_bits=bits), f"{why}, and numbers up to {size:.2g} were seen"
         raise RuntimeError(
             "a float64 state inverts the steps of no pair that was tried, and an exact state has fewer bits than the "
             "float64 numbers that f reads: take fewer steps, or use float32"
         )
 
     def _reconstructed(self, trial: Trial) -> tuple[float, float]:
-        """How well a float64 state is inverted: the relative error of what evaluation 1 reads in the backward pass, which
-        the backward pass reconstructs last; and the largest magnitude of the states."""
+        """The relative error of what evaluation 1 of f reads in the backward pass with a float64 state, which is what is
+        reconstructed last, and the largest magnitude that f read or returned."""
         worst, largest, f = 0.0, 0.0, self.f
         for batch in self.batches:
             start: list[list[Tensor]] = []
             recent = collections.deque[list[Tensor]](maxlen=2)
+            sizes = [0.0]
 
-            def noted(z: Any, *args: Any, start: Any = start, recent: Any = recent, **kwargs: Any) -> Any:
-                nonlocal largest
+            def noted(
+                z: Any, *args: Any, start: Any = start, recent: Any = recent, sizes: Any = sizes, **kwargs: Any
+            ) -> Any:
                 recent.append([x.detach().clone() for x in tree_leaves(z)])
                 if len(start) < 2:
                     start.append(recent[-1])
                 out = f(z, *args, **kwargs)
-                numbers = [*recent[-1], *tree_leaves(out)]
-                largest = max(largest, *(float(x.detach().abs().amax()) for x in numbers if x.numel()))
+                sizes += [float(x.detach().abs().amax()) for x in (*recent[-1], *tree_leaves(out)) if x.numel()]
                 return out
 
-            self._differentiated(noted, batch, trial, "float64")
-            pairs = [(x.double(), y.double()) for x, y in zip(recent[0], start[1], strict=True)]
-            wrong, size = sum_of_squares([x - y for x, y in pairs]), sum_of_squares([y for _, y in pairs])
-            worst = max(worst, float((wrong / size).nan_to_num(math.inf).sqrt()))
+            with self._both_passes(noted, batch, trial, "float64"):
+                largest = max(largest, *sizes)  # of the forward pass
+            wrong = sum_of_squares([x.double() - y.double() for x, y in zip(recent[0], start[1], strict=True)])
+            worst = max(worst, float((wrong / sum_of_squares(start[1])).nan_to_num(math.inf).sqrt()))
         return worst, largest
 
     def works(self, trial: Trial, state: str | Exact) -> None:
         """Raise if a solve with the result fails in one of the passes."""
         try:
-            self._differentiated(self.f, self.batches[0], trial, state, check="raise")
+            with self._both_passes(self.f, self.batches[0], trial, state, check="raise"):
+                pass
         except (ReconstructionError, ConvergenceError, FloatingPointError, OverflowError) as error:
             if not isinstance(error, ConvergenceError) or self.options.get("check") == "raise":
                 found = f"beta = {trial.beta:g}, gamma = {trial.gamma:g}, state = {state!r}"
                 raise RuntimeError(f"a solve with the best that was found, {found}, fails: {error}") from error
 
-    def _differentiated(self, f: Any, batch: tuple[Any, ...], trial: Trial, state: Any, **changed: Any) -> None:
-        """Both passes of a solve."""
+    @contextlib.contextmanager
+    def _both_passes(self, f: Any, batch: tuple[Any, ...], trial: Trial, state: Any, **changed: Any) -> Iterator[None]:
+        """A solve before, and its backward pass after what is inside."""
         with torch.inference_mode(False), torch.enable_grad():
             z0 = tree_map(lambda x: x.detach().clone().requires_grad_(), batch[0])
             s = self.solved(f, (z0, *batch[1:]), beta=trial.beta, gamma=trial.gamma, state=state, **changed)
+            yield
             leaves = tree_leaves(s.z)
             torch.autograd.grad(leaves, tree_leaves(z0), [torch.ones_like(x) for x in leaves], allow_unused=True)
 
 
-def _split(batches: list[tuple[Any, ...]]) -> tuple[list[Any], list[Any], str]:
-    """The batches to tune for, those that are held out, and what that is."""
+def _split(problem: Problem) -> tuple[Problem, Problem, str]:
+    """The problem to tune for, what is held out, and what that is."""
+    batches = problem.batches
     if len(batches) > 1:
-        return batches[:-1], batches[-1:], "the batch"
-    leaves = tree_leaves(batches[0])
-    if (
-        all(isinstance(x, Tensor) and x.dim() and x.shape[0] == leaves[0].shape[0] for x in leaves)
-        and len(leaves[0]) > 1
-    ):
-        return (
-            [tree_map(lambda x: x[::2], batches[0])],
-            [tree_map(lambda x: x[1::2], batches[0])],
-            "every second example",
+        return replace(problem, batches=batches[:-1]), replace(problem, batches=batches[-1:]), "the batch held out"
+    sizes = {x.shape[:1] if isinstance(x, Tensor) else None for x in tree_leaves(batches[0])}
+    if len(sizes) == 1 and (min(min(sizes) or (0,)) > 1):
+        even, odd = (
+            replace(problem, batches=[tree_map(lambda x: x[start::2], batches[0])])  # noqa: B023
+            for start in (0, 1)
         )
-    return batches, [], "nothing"
+        with contextlib.suppress(RuntimeError, ValueError, IndexError):  # some f take no part of a batch, as of a graph
+            odd.trial(0.5, 1.0, max_steps=1)
+            return even, odd, "every second example, held out"
+    return problem, problem, "this batch (nothing could be held out)"
 
 
 def _search(given: tuple[float, float], trials: dict[tuple[float, float], Trial]) -> Iterator[tuple[float, float]]:
