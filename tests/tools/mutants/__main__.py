@@ -38,7 +38,8 @@ INTERPRETED = {
 }
 
 WRAPPER = (
-    "solve check options gradient steps per_example f exact tune layouts trace memory torchdeq gpu_host properties distributed"
+    "solve check options gradient steps per_example f exact tune layouts trace memory torchdeq gpu_host properties "
+    "distributed"
 )
 FIRST = {
     "check.py": "check",
