@@ -1,4 +1,4 @@
-"""The bugs of `make mutants` can be applied to the current kernels."""
+"""The bugs of `make mutants` can be applied to the current files."""
 
 from pathlib import Path
 
