@@ -17,8 +17,8 @@ The backend follows the tensors (backends.py); `REVDEQ_BACKEND=triton|cpu|refere
 
 if __name__ != "revdeq.kernels":
     raise ImportError(
-        f"the folder kernels/ of revdeq was imported as {__name__!r}: import revdeq.kernels, or start Python in another "
-        "folder if you meant Hugging Face's package kernels"
+        f"the folder kernels/ of revdeq was imported as {__name__!r}: import revdeq.kernels, or start Python in "
+        "another folder if you meant Hugging Face's package kernels"
     )
 
 from .backends import backend

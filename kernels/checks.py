@@ -1,4 +1,4 @@
-"""What kernels take for granted, because they index the memory of all their tensors alike. Nothing is written before."""
+"""What kernels take for granted, because they index the memory of all their tensors alike. Nothing is written yet."""
 
 import functools
 import math

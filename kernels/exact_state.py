@@ -80,7 +80,8 @@ class ExactState:
 
     def _next(self, dtype: Any, f_z: Tensor, z: Tensor | None, *adjoints: Any, back: bool = False) -> Tensor:
         """What f reads next, not yet written, if the arguments fit the state."""
-        check_kinds(0.5, self._gamma, dtype, **dict(zip(("f_z", "z", "adjoint", "vjp", "other"), (f_z, z, *adjoints))))
+        kinds = dict(zip(("f_z", "z", "adjoint", "vjp", "other"), (f_z, z, *adjoints), strict=False))
+        check_kinds(0.5, self._gamma, dtype, **kinds)
         if back and not self._half_step.done:
             raise ValueError("every half-step that was taken is inverted")
         state, used = self._half_step.state, inputs(self._gamma, f_z, z, *adjoints)

@@ -148,7 +148,7 @@ def _invert(
 
 def _invert_adjoint(
     y: Any, f_z: Any, adjoint: Any, vjp: Any, beta: Any, gamma: Any = 1.0, z: Any = None, other: Any = None,
-    *, dtype: Any = None, fake: bool = False,
+    *, dtype: Any = None, fake: Any = 0,
 ) -> Any:  # fmt: skip
     half_step, read = _bound(y, beta, gamma, dtype, inputs(gamma, f_z, z, adjoint, vjp, other), fake)
     seed = torch.empty_like(read, dtype=f_z.dtype)
@@ -157,7 +157,7 @@ def _invert_adjoint(
     return read, seed
 
 
-def _bound(y: Tensor, beta: float, gamma: float, dtype: Any, used: Inputs, fake: bool) -> tuple[Any, Tensor]:
+def _bound(y: Tensor, beta: float, gamma: float, dtype: Any, used: Inputs, fake: Any) -> tuple[Any, Tensor]:
     """The half-steps of y, unless a tracer's tensors are fake, and what f reads next; or an error."""
     if y.dtype is not torch.float64:
         raise TypeError(f"y is {y.dtype}: the state must be torch.float64; convert it with y.double()")

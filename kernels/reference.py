@@ -5,8 +5,8 @@ the half-steps in plain PyTorch, which every other backend meets bit for bit.
 
 are a half-step, its inverse, and that of the adjoint, with a = 1 - beta, b = beta gamma and c = beta (1 - gamma), which
 is 0 in the paper; z is what f read of the other state, and `other` the adjoint of y. Each operation rounds once: no
-multiply-add is contracted, and where c = 0, nothing is added. States are float64. Adjoints have their own precision, and
-are stored times b, so that each is the seed of the next vector-Jacobian product.
+multiply-add is contracted, and where c = 0, nothing is added. States are float64. Adjoints have their own precision,
+and are stored times b, so that each is the seed of the next vector-Jacobian product.
 """
 
 from collections.abc import Callable

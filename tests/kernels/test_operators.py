@@ -42,7 +42,7 @@ def call(operator, **given):
 
 def same(results, expected):
     return len(results) == len(expected) and all(
-        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(results, expected)
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(results, expected, strict=True)
     )
 
 
