@@ -41,8 +41,8 @@ QUANTITIES = {
 LOOKS = {
     "stored graph": {"color": "#8a8f98", "marker": "o", "markersize": 11},
     "checkpoint": {"color": "#f2a541", "marker": "s", "markersize": 7},
+    "revdeq, exact state": {"color": "#13b5b1", "marker": "x", "markersize": 9},
     "revdeq": {"color": "#2f7ed8", "marker": "o", "markersize": 4, "fillstyle": "full"},
-    "revdeq, exact state": {"color": "#13b5b1", "marker": "x", "markersize": 7},
 }
 """Where lines coincide, as those of correct gradients do, every marker can still be seen."""
 
