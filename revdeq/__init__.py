@@ -1,4 +1,4 @@
-"""Reversible deep equilibrium models: exact gradients in constant memory."""
+"""Reversible deep equilibrium models: exact gradients in almost constant memory."""
 
 import importlib as _importlib
 import sys as _sys
