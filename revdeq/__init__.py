@@ -40,7 +40,6 @@ __all__ = [
     "models",
     "solve",
     "steps",
-    "train",
     "training",
     "tune",
     "verify",
@@ -53,8 +52,6 @@ _LAZY = ("baselines", "models", "training")
 def __getattr__(name: str) -> _Any:
     if name in _LAZY:
         return _importlib.import_module(f".{name}", __name__)
-    if name == "train":
-        return _importlib.import_module(".training", __name__).train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
