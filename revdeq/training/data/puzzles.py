@@ -28,12 +28,14 @@ class Puzzles(DataSet):
         raise NotImplementedError
 
     def batch(self, indices: Tensor, generator: torch.Generator) -> Batch:
-        return Batch(*(x.to(self.device) for x in self.made(len(indices), generator, training=True)))
+        inputs, targets = self.made(len(indices), generator, training=True)
+        return Batch(inputs.to(self.device), targets.to(self.device))
 
     def evaluation(self, split: str, batch: int) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(self.splits.index(split))
         for done in range(0, EVALUATED, batch):
-            yield Batch(*(x.to(self.device) for x in self.made(min(batch, EVALUATED - done), generator)))
+            inputs, targets = self.made(min(batch, EVALUATED - done), generator)
+            yield Batch(inputs.to(self.device), targets.to(self.device))
 
 
 class PrefixSums(Puzzles):
