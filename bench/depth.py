@@ -1,7 +1,7 @@
 """Memory and exactness of a training step against its depth, for the paper's conv block.
 
     python bench/depth.py            # two minutes
-    python bench/depth.py --quick    # three depths
+    python bench/depth.py --quick    # half a minute: three depths, without resident memory
 
 memory: the largest number of bytes in tensors that were alive at the same time.
 resident: the peak of the process's resident memory during two steps, in a fresh process with the default malloc.
@@ -31,7 +31,7 @@ from revdeq.models import ConvBlock
 
 SHAPE, RESIDENT_SHAPE, BETA = (8, 32, 32, 32), (16, 32, 32, 32), 0.5
 DEPTHS, RESIDENT_DEPTHS = (1, 2, 4, 8, 16, 32, 48, 64), (4, 16, 32, 48)
-QUICK_DEPTHS = (4, 16, 48)
+QUICK_DEPTHS = (4, 16, 64)
 QUANTITIES = {
     "bytes": "memory, MiB",
     "resident bytes": "resident, MiB",
@@ -39,12 +39,12 @@ QUANTITIES = {
     "gradient error": "gradient error",
 }
 LOOKS = {
-    "stored graph": ("#8a8f98", {"marker": "o", "markersize": 10, "fillstyle": "none"}),
-    "checkpoint": ("#f2a541", {"marker": "s", "markersize": 6, "fillstyle": "none"}),
-    "revdeq": ("#2f7ed8", {"marker": "o", "markersize": 4, "label": "revdeq, float64 state (default)"}),
-    "revdeq, exact state": ("#13b5b1", {"marker": "x", "markersize": 8}),
+    "stored graph": {"color": "#8a8f98", "marker": "o", "markersize": 11},
+    "checkpoint": {"color": "#f2a541", "marker": "s", "markersize": 7},
+    "revdeq, exact state": {"color": "#13b5b1", "marker": "x", "markersize": 9},
+    "revdeq": {"color": "#2f7ed8", "marker": "o", "markersize": 4, "fillstyle": "full"},
 }
-"""Lines that coincide can be told apart by their markers."""
+"""Where lines coincide, as those of correct gradients do, every marker can still be seen."""
 
 
 def by_revdeq(state):
@@ -127,15 +127,16 @@ def measure(results, quick):
             if name.startswith("revdeq"):
                 error = reconstruction_error(method, n, *problem(single))
                 results.add("depth", name, n, "reconstruction error", [error])
-    for n in (RESIDENT_DEPTHS[0], RESIDENT_DEPTHS[-1]) if quick else RESIDENT_DEPTHS:
-        for name in METHODS if DEVICE.type == "cpu" and sys.platform == "linux" else ():
+    for n in RESIDENT_DEPTHS if DEVICE.type == "cpu" and sys.platform == "linux" and not quick else ():
+        for name in METHODS:
             results.add("depth", name, n, "resident bytes", [resident(name, n)])
 
 
-def table(results):
-    depths = sorted({row.size for row in results.rows})
+def table(results, depths=None, quantities=tuple(QUANTITIES)):
+    depths = depths or sorted({row.size for row in results.rows})
     rows = []
-    for quantity, title in QUANTITIES.items():
+    for quantity in quantities:
+        title = QUANTITIES[quantity]
         for name in METHODS:
             found = results.by_size("depth", name, quantity)
             shown = [f"{found.get(n, float('nan')) / 2**20:.0f}" for n in depths]
@@ -146,6 +147,11 @@ def table(results):
     return markdown(["conv block, beta .5", *(f"N = {n}" for n in depths)], rows)
 
 
+def exactness(results):
+    """Memory and gradients at a few depths."""
+    return table(results, QUICK_DEPTHS, ("bytes", "gradient error"))
+
+
 def picture(results):
     """Memory and the error of the gradient by depth."""
     from matplotlib.figure import Figure
@@ -154,9 +160,10 @@ def picture(results):
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     memory, error = figure.subplots(1, 2)
     for axes, quantity, scale in ((memory, "bytes", 2**-20), (error, "gradient error", 1)):
-        for name, (color, look) in LOOKS.items():
+        for name, look in LOOKS.items():
             found = results.by_size("depth", name, quantity)
-            axes.plot(list(found), [scale * v for v in found.values()], color=color, **{"label": name, **look})
+            label = "revdeq, float64 state (default)" if name == "revdeq" else name
+            axes.plot(list(found), [scale * v for v in found.values()], label=label, **{"fillstyle": "none", **look})
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(NullFormatter())

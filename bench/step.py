@@ -88,6 +88,7 @@ METHODS = {
     "revdeq, implicit": by_revdeq(state="float64", gradient="implicit"),
 }
 QUICK = ("revdeq", FORTY)
+BRIEF = [name for name in METHODS if name not in ("revdeq, exact state", "stored graph", "torchdeq Anderson, phantom")]
 OF_THE_FIXED_POINT = ("torchdeq", "revdeq, implicit")
 
 
@@ -153,23 +154,27 @@ def measure(results, quick):
             results.add(f"step, {block}", name, STEPS, "gradient error", [error(name, block)])
 
 
-def table(results, blocks=tuple(BLOCKS), errors=PAPER):
-    """Times and memory relative to the stored graph, and errors, of the blocks that are named."""
-    memory = [block for block in blocks if block in PAPER]
-    header = [f"relative to the stored graph, N = {STEPS}", *(f"{block}: time" for block in blocks)]
-    header += [f"{block}: memory" for block in memory] + [f"{block}: gradient error" for block in errors]
+def table(results):
+    """Times and memory relative to the stored graph, and errors."""
+    header = [f"relative to the stored graph, N = {STEPS}", *(f"{block}: time" for block in BLOCKS)]
+    header += [f"{block}: {what}" for what in ("memory", "gradient error") for block in PAPER]
     rows = []
     for name in results.methods("step, conv block"):
-        cells = [f"{over(results, block, name, 'stored graph'):.2f}" for block in blocks]
-        cells += [f"{relative_memory(results, block, name):.2f}" for block in memory]
-        cells += [f"{results.median(f'step, {block}', name, STEPS, 'gradient error'):.0e}" for block in errors]
+        cells = [f"{over(results, block, name, 'stored graph'):.2f}" for block in BLOCKS]
+        cells += [f"{relative_memory(results, block, name):.2f}" for block in PAPER]
+        cells += [f"{results.median(f'step, {block}', name, STEPS, 'gradient error'):.0e}" for block in PAPER]
         rows.append([name, *cells])
     return markdown(header, rows)
 
 
-def paper(results):
-    """Times and memory of the paper's blocks."""
-    return table(results, PAPER, ())
+def brief(results):
+    """Times and memory of some methods."""
+    header = [f"time / memory over the stored graph's, N = {STEPS}", *BLOCKS]
+    rows = []
+    for name in BRIEF:
+        pairs = [(over(results, b, name, "stored graph"), relative_memory(results, b, name)) for b in BLOCKS]
+        rows.append([name, *(f"{time:.2f} / {memory:.2f}" for time, memory in pairs)])
+    return markdown(header, rows)
 
 
 def short(results):
@@ -191,5 +196,11 @@ def relative_memory(results, block, name):
     return ours / graph
 
 
+def both(results):
+    """Without the stored graph, as with --quick, there is one table."""
+    measured = "stored graph" in results.methods("step, conv block")
+    return f"{table(results)}\n\n{short(results)}" if measured else short(results)
+
+
 if __name__ == "__main__":
-    main(__doc__, measure, lambda results: f"{table(results)}\n\n{short(results)}")
+    main(__doc__, measure, both)

@@ -127,7 +127,7 @@ def device_name() -> str:
 
 def results_folder() -> Path:
     """bench/results/<device>/"""
-    return ROOT / "results" / re.sub(r"[^a-z0-9]+", "-", device_name().lower()).strip("-")
+    return ROOT / "results" / re.sub(r"(?:\(r\)|[^a-z0-9])+", "-", device_name().lower()).strip("-")
 
 
 def _triton() -> str:

@@ -1,8 +1,11 @@
-"""Fused half-steps of the reversible iteration.
+"""Fused half-steps of the reversible iteration: each is one pass over memory, in place.
 
-`relax` and `relax_norms` are the update, `invert` is its inverse, `invert_adjoint` the fused backward step, and
-`invert_compare` the last backward step, which compares the reconstruction with the initial state. half_step.py
-describes their arguments. All backends compute the same bits:
+    relax            y <- (1 - beta) y + beta f(z)                  a half-step (equation 5 of the paper)
+    invert           y <- (y - beta f(z)) / (1 - beta)              its inverse (equation 6)
+    invert_adjoint   the inverse, and z_bar <- (1 - beta) z_bar + beta vjp, the adjoint of z (Algorithm 1)
+
+are torch operators for a float64 state. `ExactState` is a state of integers, whose half-steps are inverted to the last
+bit. reference.py has the loops around them, and what every backend computes, bit for bit:
 
     state      specification          C                Triton
     float64    reference.py           cpu/float64.c    gpu/float64.py
@@ -14,12 +17,12 @@ The backend follows the tensors (backends.py); `REVDEQ_BACKEND=triton|cpu|refere
 
 if __name__ != "revdeq.kernels":
     raise ImportError(
-        f"the folder kernels/ of revdeq was imported as {__name__!r}: import revdeq.kernels, or start Python in another "
-        "folder if you meant Hugging Face's package kernels"
+        f"the folder kernels/ of revdeq was imported as {__name__!r}: import revdeq.kernels, or start Python in "
+        "another folder if you meant Hugging Face's package kernels"
     )
 
-from .backends import backend, half_step_for
-from .half_step import Coefficients
-from .radix import Radix
+from .backends import backend
+from .exact_state import ExactState
+from .operators import invert, invert_adjoint, relax
 
-__all__ = ["Coefficients", "Radix", "backend", "half_step_for"]
+__all__ = ["ExactState", "backend", "invert", "invert_adjoint", "relax"]

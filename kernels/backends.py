@@ -46,9 +46,6 @@ class Backend:
     misplaced: Callable[[torch.device], Trouble | None]
     repair: str
 
-    def is_for(self, device: torch.device) -> bool:
-        return self.devices is None or device.type in self.devices
-
     def trouble_on(self, device: torch.device) -> Trouble | None:
         return self.missing() or self.misplaced(device)
 
@@ -146,64 +143,37 @@ def backend(name: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def half_step_for(device: torch.device, state: str = "float64") -> type[Any]:
-    """The class of half-steps for a device: of the forced backend, or of the fastest one.
-
-    Args:
-        device: The device of the tensors.
-        state: "float64" or "exact".
-
-    Returns:
-        A subclass of `HalfStep`, which binds a state and its copy and steps them.
+def backend_for(device: torch.device) -> Backend:
+    """The forced backend, or the fastest one that runs on this device. A slower one than is meant for it warns once.
 
     Raises:
         RuntimeError: The forced backend cannot run there.
         ValueError: REVDEQ_BACKEND is not a backend.
-
-    Example:
-        >>> HalfStep = revdeq.kernels.half_step_for(torch.device("cpu"))
-        >>> y = HalfStep(torch.zeros(4).double(), revdeq.kernels.Coefficients.rounded(0.5))
-        >>> y.relax(torch.ones(4), None, copy := torch.empty(4))
-        >>> copy
-        tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
-    return backend_for(device, state).states[state]
-
-
-def backend_for(device: torch.device, state: str = "float64") -> Backend:
-    """The forced backend, or the fastest one that runs there."""
     name = _forced.get()
     if name is None and (setting := os.environ.get("REVDEQ_BACKEND")):
         name = _known(setting, "REVDEQ_BACKEND")
-    if name is None:
-        return next(b for b in _meant_for(device) if b.trouble_on(device) is None)
-    if trouble := BACKENDS[name].trouble_on(device):
-        raise RuntimeError(f"backend {name!r} is forced, but {trouble.why}: {trouble.remedy}")
-    return BACKENDS[name]
-
-
-def _meant_for(device: torch.device) -> list[Backend]:
-    return [b for b in BACKENDS.values() if b.is_for(device)]
-
-
-def say_once_what_is_missing(device: torch.device, state: str) -> None:
-    """Warn once if a slower backend than the one for this device is used."""
-    if _forced.get() is None and not os.environ.get("REVDEQ_BACKEND"):
-        _say(device)
+    if name is not None:
+        if trouble := BACKENDS[name].trouble_on(device):
+            raise RuntimeError(f"backend {name!r} is forced, but {trouble.why}: {trouble.remedy}")
+        return BACKENDS[name]
+    best, *others = (b for b in BACKENDS.values() if b.devices is None or device.type in b.devices)
+    trouble = best.trouble_on(device)
+    if trouble is None:
+        return best
+    instead = next(b for b in others if b.trouble_on(device) is None)
+    if best is not C or not cpu.trouble:  # loading a broken library has already warned
+        _warn(trouble, instead.title)
+    return instead
 
 
 @functools.cache
-def _say(device: torch.device) -> None:
-    best, *others = _meant_for(device)
-    trouble = best.trouble_on(device)
-    if trouble is None or (best is C and cpu.trouble):  # loading a broken library has already warned
-        return
-    instead = next(b.title for b in others if b.trouble_on(device) is None)
+def _warn(trouble: Trouble, instead: str) -> None:
     warnings.warn(
         f"{trouble.why}, so {instead} run instead, which are slower (2 to 3 times with an exact state): "
         f"{trouble.remedy}",
         RuntimeWarning,
-        stacklevel=6,
+        stacklevel=3,
     )
 
 

@@ -1,32 +1,65 @@
-"""The half-steps in plain PyTorch: the specification that every other backend meets bit for bit.
+"""The specification: the reversible iteration, its inverse and its gradient as loops of the operators, and below them
+the half-steps in plain PyTorch, which every other backend meets bit for bit.
 
-One half-step of the reversible iteration (equation 5 of the paper, with a second coefficient) and its inverse
-(equation 6) are, with z the copy of the other state that f read,
+    t = b f(z) + c z        y' = a y + t        y = (y' - t) / a        adjoint = a adjoint + b vjp + c other
 
-    t = b f(z) + c z        y' = a y + t        y = (y' - t) / a
-
-in float64, each operation rounded once: no multiply-add is contracted. Where c = 0, t = b f(z). `copy` receives the
-new state in the dtype that f reads; like `Tensor.to`, this rounds to float32 before bfloat16 or float16.
-
-The backward pass also updates an adjoint (Algorithm 1). It is stored multiplied by b, like the seed of the next
-vector-Jacobian product, and it is computed in its own precision, from left to right:
-
-    adjoint = a adjoint + b vjp + c other
-
-where `other` is the adjoint of the other state. `seed`, if it is given, receives the adjoint in its own dtype, rounded
-like the copy.
-
-The last inverse should give the initial state, which is known. Its result is not stored but compared: the error tells
-whether the reconstruction can be trusted.
+are a half-step, its inverse, and that of the adjoint, with a = 1 - beta, b = beta gamma and c = beta (1 - gamma), which
+is 0 in the paper; z is what f read of the other state, and `other` the adjoint of y. Each operation rounds once: no
+multiply-add is contracted, and where c = 0, nothing is added. States are float64. Adjoints have their own precision,
+and are stored times b, so that each is the seed of the next vector-Jacobian product.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from . import half_step
 from .half_step import LANES, Adjoints, Coefficients, chunks_of, rows_of
+
+Function: TypeAlias = Callable[[Tensor], Tensor]
+operators = torch.ops.revdeq
+"""Those of operators.py."""
+
+
+@torch.no_grad()
+def iterate(f: Function, z0: Tensor, beta: float, steps: int) -> tuple[Tensor, Tensor]:
+    """Equation 5: from y = z = z0, y <- (1 - beta) y + beta f(z) and z <- (1 - beta) z + beta f(y). Returns y and z."""
+    y, z, read = z0.to(torch.float64, copy=True), z0.to(torch.float64, copy=True), z0
+    for _ in range(steps):
+        for state in (y, z):
+            read = operators.relax(state, f(read), beta)
+    return y, z
+
+
+@torch.no_grad()
+def invert(f: Function, y: Tensor, z: Tensor, beta: float, steps: int, dtype: torch.dtype) -> None:
+    """Equation 6: z <- (z - beta f(y)) / (1 - beta) and y <- (y - beta f(z)) / (1 - beta). f reads this dtype."""
+    read = y.to(dtype)
+    for _ in range(steps):
+        for state in (z, y):
+            read = operators.invert(state, f(read), beta)
+
+
+@torch.no_grad()
+def gradient(f: Function, y: Tensor, z: Tensor, grad: Tensor, beta: float, steps: int) -> Tensor:
+    """Algorithm 1: the gradient with respect to z0, from that with respect to z, after so many steps. y and z become z0
+    again, and the gradients of what f depends on are accumulated."""
+    read, seed, y_bar, z_bar = y.to(grad.dtype), beta * grad, torch.zeros_like(grad), beta * grad
+    for _ in range(steps):
+        for state, adjoint in ((z, y_bar), (y, z_bar)):
+            f_read, vjp = evaluate(f, read, seed)
+            read, seed = operators.invert_adjoint(state, f_read, adjoint, vjp, beta)
+    return (z_bar + (1 - beta) * y_bar) / beta
+
+
+@torch.enable_grad()
+def evaluate(f: Function, read: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """f, and the product of the seed with its derivative."""
+    output = f(read.requires_grad_())
+    output.backward(seed)
+    return output.detach(), read.grad
 
 
 def relaxed(y: Tensor, f_z: Tensor, z: Tensor | None, step: Coefficients) -> Tensor:

@@ -1,4 +1,4 @@
-"""The exact half-steps in plain PyTorch: the specification of the integer state.
+"""The specification of the exact state: its loops, with the objects of exact_state.py, and its half-steps.
 
 A state is one int64 per element. Its high 32 bits are a signed fixed-point number Y, in units of 2^-G; its low 32
 bits are a remainder R >= 0, which stores the remainders of divisions. With a = 1 - beta = s p / d in lowest
@@ -26,6 +26,36 @@ from typing_extensions import Self
 from . import half_step, reference
 from .half_step import LANES, Adjoints
 from .radix import Radix
+from .reference import Function, evaluate
+
+
+@torch.no_grad()
+def iterate(f: Function, y: Any, z: Any, read: Tensor, steps: int) -> Tensor:
+    """Steps of two `ExactState`s, y and z. f reads the numbers of z first. Returns what it would read of z next."""
+    for _ in range(steps):
+        for state in (y, z):
+            read = state.relax(f(read))
+    return read
+
+
+@torch.no_grad()
+def invert(f: Function, y: Any, z: Any, read: Tensor, steps: int) -> Tensor:
+    """Their inverse. f reads the numbers of y first. Returns what it read before the first step, to the last bit."""
+    for _ in range(steps):
+        for state in (z, y):
+            read = state.invert(f(read))
+    return read
+
+
+@torch.no_grad()
+def gradient(f: Function, y: Any, z: Any, read: Tensor, grad: Tensor, beta: float, steps: int) -> Tensor:
+    """Algorithm 1, as in reference.py."""
+    seed, y_bar, z_bar = beta * grad, torch.zeros_like(grad), beta * grad
+    for _ in range(steps):
+        for state, adjoint in ((z, y_bar), (y, z_bar)):
+            f_read, vjp = evaluate(f, read, seed)
+            read, seed = state.invert_adjoint(f_read, adjoint, vjp)
+    return (z_bar + (1 - beta) * y_bar) / beta
 
 
 def relaxed(state: Tensor, f_z: Tensor, z: Tensor | None, spilled: bool, step: Radix) -> tuple[Tensor, Tensor, Tensor]:

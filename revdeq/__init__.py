@@ -1,9 +1,13 @@
-"""Reversible deep equilibrium models: exact gradients in constant memory."""
+"""Reversible deep equilibrium models: exact gradients in almost constant memory."""
 
 import importlib as _importlib
+import sys as _sys
+import warnings as _warnings
 from pathlib import Path as _Path
 from typing import Any as _Any
 
+if "torch" not in _sys.modules:
+    _warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's own: NumPy is not needed here
 import torch as _torch
 
 if tuple(map(int, _torch.__version__.split(".")[:2])) < (2, 10):  # before anything fails with an obscure error
@@ -22,7 +26,7 @@ from ._solver.solve import Solution, solve, steps
 from ._solver.tune import Tuning, tune
 from ._solver.verify import Report, verify
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 __all__ = [
     "ConvergenceError",
     "ConvergenceWarning",
@@ -40,7 +44,6 @@ __all__ = [
     "models",
     "solve",
     "steps",
-    "train",
     "training",
     "tune",
     "verify",
@@ -53,8 +56,6 @@ _LAZY = ("baselines", "models", "training")
 def __getattr__(name: str) -> _Any:
     if name in _LAZY:
         return _importlib.import_module(f".{name}", __name__)
-    if name == "train":
-        return _importlib.import_module(".training", __name__).train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -3,12 +3,13 @@ evaluation of f, or with `torch.utils.checkpoint`, which stores the states; and 
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_structure
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import Unpack
 
 from ._solver.layer import RevDEQ
 from ._solver.options import Keywords, Options

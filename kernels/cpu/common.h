@@ -19,9 +19,9 @@
  * loader's help (ifunc), which glibc has. It goes on the functions below the OpenMP regions:
  * a region's body is outlined before the clones are made and would stay at the baseline. Clones are
  * selected by a feature's name, which old compilers know; GCC 11 knows no architecture levels. */
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__)
+#if !defined(CLONES) && defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__)
 #define CLONES __attribute__((target_clones("avx2", "default")))
-#else
+#elif !defined(CLONES)
 #define CLONES
 #endif
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, TypedDict
 
-from ..kernels import Coefficients
+from ..kernels.half_step import Coefficients
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..kernels import Coefficients, Radix
+from ..kernels.backends import backend_for
+from ..kernels.half_step import Coefficients
+from ..kernels.radix import Radix
 from .check import report
 from .options import Exact, Options
 
@@ -76,7 +77,7 @@ def in_layout(x: Tensor, like: Tensor) -> Tensor:
 def precision_for(options: Options, device: torch.device) -> Float64:
     """The format for these options."""
     state = "float64" if options.state == "float64" else "exact"
-    kind = kernels.half_step_for(device, state)
+    kind = backend_for(device).states[state]
     step = coefficients(options.beta, options.gamma, options.state)
     return Float64(step, kind) if state == "float64" else Integers(step, kind)
 

@@ -3,11 +3,12 @@
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_leaves
+from typing_extensions import Unpack
 
 from .check import Check, Statistics, call_site, settle
 from .implicit import with_implicit_gradient

@@ -18,11 +18,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import Unpack
 
 from .check import ConvergenceError, ConvergenceWarning, ReconstructionError
 from .options import Exact, Keywords, options_from

@@ -1,10 +1,12 @@
 """Puts one bug at a time into a copy of the repository and runs the tests there.
 
-    python tests/tools/mutants [name ...]      all bugs, or those whose name contains one of these words
-    python tests/tools/mutants --every-suite   does not stop at the first suite that notices a bug
+    python tests/tools/mutants [name ...]    all bugs, or those whose name or file contains one of these words
+    python tests/tools/mutants --jobs 2      two at a time
 
-Writes to results.md in this folder which test notices each bug, and fails if one goes unnoticed. An interrupted run is
-resumed, unless kernels, tests or bugs have changed.
+Writes to results.md in this folder which test notices each bug, and fails if one goes unnoticed without an explanation.
+Bugs in C and in the wrapper are noticed by tests that `make test` runs; those in Triton's kernels by an emulator, by
+budgets of machine code, or by an interpreter. Tests that noticed similar bugs come first, and then fast ones. A result
+holds until the file of the bug or that of the test changes, so that an interrupted run resumes.
 """
 
 import argparse
@@ -16,76 +18,107 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bugs import BUGS, Bug
+from bugs import BUGS, EQUIVALENT, GONE, Bug
+from drawn import DRAWN
 
 REPOSITORY = Path(__file__).parents[3]
 RESULTS = Path(__file__).parent / "results.md"
 UNNOTICED = "nothing"
 
+ALL = (*BUGS, *DRAWN)
+
 INTERPRETED = {
-    "kernels/gpu.py": ["tests/kernels/test_kernels.py", "-k", "triton and (every_pair or every_beta)"],
-    "kernels/passes.py": ["tests/kernels/test_kernels.py", "-k", "triton and (every_pair or every_beta)"],
-    "kernels/gpu_exact.py": ["tests/solver/test_exact.py", "-k", "triton and (every or alarm)"],
+    "kernels/gpu/float64.py": ["tests/kernels/test_kernels.py", "-k", "triton and (every_pair or every_beta)"],
+    "kernels/gpu/passes.py": ["tests/kernels/test_kernels.py", "-k", "triton and (every_pair or every_beta)"],
+    "kernels/gpu/exact.py": ["tests/solver/test_exact.py", "-k", "triton and (every or alarm)"],
 }
 
+WRAPPER = sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("tests/solver/test_*.py"))
 
-def suites(file: str) -> dict[str, list[str]]:
-    """The tests that may notice a bug in this file, the fastest first. Budgets are checked on one GPU."""
-    return {
-        "launches": ["tests/kernels/test_launch.py"] if file == "kernels/launch.py" else [],
-        "emulator": ["tests/kernels/test_emulated_kernels.py", "--sample", "0"],
-        "budgets": ["tests/kernels/test_gpu_code.py", "-k", "sm_90 or not (sm_ or gfx)"],
-        "interpreter": INTERPRETED.get(file, []),
-    }
+
+def suites(file: str) -> list[list[str]]:
+    """The tests that may notice a bug in this file. Budgets are checked on one GPU."""
+    if file.startswith("revdeq/"):
+        return [WRAPPER]
+    if file.startswith("kernels/cpu/"):
+        return [["tests/kernels/test_kernels.py", "tests/solver/test_exact.py", "tests/kernels/test_backends.py"]]
+    return [
+        *([["tests/kernels/test_launch.py"]] if file == "kernels/gpu/launch.py" else []),
+        ["tests/kernels/test_emulated_kernels.py", "--sample", "0"],
+        ["tests/kernels/test_gpu_code.py", "-k", "sm_90 or not (sm_ or gfx)"],
+        *([INTERPRETED[file]] if file in INTERPRETED else []),
+    ]
+
+
+def area(bug: Bug) -> str:
+    if bug.file.startswith("revdeq/"):
+        return "the wrapper, drawn" if bug in DRAWN else "the wrapper"
+    return "C" if bug.file.startswith("kernels/cpu/") else "Triton"
 
 
 @dataclass(frozen=True)
 class Noticed:
-    """A row of the table. by: the suites and their tests."""
+    """A row of the table. by: the file and the name of a test. key: a hash of what the result depends on."""
 
     name: str
     file: str
     by: str
     seconds: float
+    key: str = ""
 
     def __str__(self) -> str:
-        return f"| {self.name} | {self.file} | {self.by} | {self.seconds:.0f} |"
+        name = self.name.replace("|", "\\|")
+        return f"| {name} | {self.file} | {self.by} | {self.seconds:.0f} | {self.key} |"
 
 
-def fingerprint() -> str:
-    """A hash of the files that determine the results."""
-    names = (
-        "kernels/*.py",
-        "tests/conftest.py",
-        "tests/kernels/*.py",
-        "tests/solver/test_exact.py",
-        "tests/tools/**/*.py",
-    )
-    paths = sorted({path for name in names for path in REPOSITORY.glob(name)})
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
+def mutated(bug: Bug) -> str:
+    """The text of its file with the bug."""
+    text = (REPOSITORY / bug.file).read_text()
+    for old, new in bug.edits:
+        if text.count(old) != 1:
+            raise SystemExit(f"{bug.name}: expected once in {bug.file}, but found {text.count(old)} times:\n{old}")
+        text = text.replace(old, new)
+    return text
 
 
-def write(results: dict[str, Noticed]) -> None:
-    rows = [results[bug.name] for bug in BUGS if bug.name in results]
-    unnoticed = sum(row.by == UNNOTICED for row in rows)
-    seconds = sum(row.seconds for row in rows)
-    RESULTS.write_text(
-        f"# {len(rows)} of {len(BUGS)} mutants, {unnoticed} unnoticed, {seconds / 60:.0f} minutes\n\n"
-        f"Written by `make mutants`. The hash of kernels and tests is {fingerprint()}.\n\n"
-        "| bug | file | noticed by | seconds |\n| --- | --- | --- | --- |\n" + "".join(f"{row}\n" for row in rows)
-    )
+def fingerprint(bug: Bug, by: str) -> str:
+    """Of the file with the bug, and of the test that noticed it; without one, of all tests."""
+    test = REPOSITORY / by.partition("::")[0]
+    tests = [test] if test.is_file() else sorted(REPOSITORY.glob("tests/[ks]*/test_*.py"))
+    return hashlib.sha256("".join([mutated(bug), *(x.read_text() for x in tests)]).encode()).hexdigest()[:12]
 
 
 def earlier() -> dict[str, Noticed]:
-    """The results of an earlier run on the same files, by name."""
+    """The rows of earlier runs, by name."""
     text = RESULTS.read_text() if RESULTS.exists() else ""
-    if fingerprint() not in text:
-        return {}
-    rows = re.findall(r"^\| (.+?) \| (kernels\S+) \| (.+) \| (\d+) \|$", text, re.MULTILINE)
-    return {name: Noticed(name, file, by, float(seconds)) for name, file, by, seconds in rows}
+    rows = re.findall(r"^\| (.+) \| (\S+/\S+) \| (.+) \| (\d+) \| (\w+) \|$", text, re.MULTILINE)
+    return {x.replace("\\|", "|"): Noticed(x.replace("\\|", "|"), *more, float(s), k) for x, *more, s, k in rows}
+
+
+def explained(name: str) -> str | None:
+    """Why a bug makes no difference. The number and the line of one that was drawn may change."""
+    return EQUIVALENT.get(re.sub(r"^random \d+: (\S+):\d+", r"\1", name))
+
+
+def write(results: dict[str, Noticed]) -> None:
+    rows = [(bug, results[bug.name]) for bug in ALL if bug.name in results]
+    lines = ["# Which test notices each bug", "", "Written by `make mutants`.", ""]
+    lines += ["| bugs in | noticed | of | minutes |", "| --- | --- | --- | --- |"]
+    for name in dict.fromkeys(map(area, ALL)):
+        found = [row for bug, row in rows if area(bug) == name]
+        count, minutes = sum(row.by != UNNOTICED for row in found), sum(row.seconds for row in found) / 60
+        lines.append(f"| {name} | {count} | {sum(area(bug) == name for bug in ALL)} | {minutes:.0f} |")
+    if survivors := [row.name for _, row in rows if row.by == UNNOTICED]:
+        lines += ["", "Unnoticed:", "", *(f"- {name}: {explained(name) or 'no test notices it'}" for name in survivors)]
+    lines += ["", "Gone, because their mechanism is gone:", "", *(f"- {x}" for x in GONE)] if GONE else []
+    lines += ["", "| bug | file | noticed by | seconds | key |", "| --- | --- | --- | --- | --- |"]
+    RESULTS.write_text("\n".join([*lines, *(str(row) for _, row in rows), ""]))
 
 
 def copy_repository(to: Path) -> None:
@@ -94,78 +127,89 @@ def copy_repository(to: Path) -> None:
     shutil.copytree(REPOSITORY / "revdeq", to / "package/revdeq", ignore=ignore)
     shutil.copytree(REPOSITORY / "kernels", to / "package/revdeq/kernels", ignore=ignore)
     shutil.copytree(REPOSITORY / "tests", to / "tests", ignore=ignore)
-    shutil.copy(REPOSITORY / "pyproject.toml", to)
+    for name in ("pyproject.toml", "setup.py", "README.md"):
+        shutil.copy(REPOSITORY / name, to)
+    for name in ("bench", "docs"):
+        (to / name).symlink_to(REPOSITORY / name)
 
 
-def mutated(bug: Bug, text: str) -> str:
-    """The text of its file with the bug."""
-    for old, new in bug.edits:
-        if text.count(old) != 1:
-            raise SystemExit(f"{bug.name}: expected once in {bug.file}, but found {text.count(old)} times:\n{old}")
-        text = text.replace(old, new)
-    return text
+def build(where: Path) -> bool:
+    """Compile the C files of a copy. Returns whether there is a library."""
+    libraries = list((where / "package/revdeq/kernels").glob("_cpu*"))
+    for library in libraries:
+        library.unlink()
+    for name in ("revdeq", "revdeq/kernels"):
+        (where / Path(name).name).symlink_to(where / "package" / name)
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "package"]
+    subprocess.run(command, cwd=where, check=True, capture_output=True)
+    return bool(libraries) and all(library.exists() for library in libraries)
 
 
-def first_failure(arguments: list[str], where: Path) -> str | None:
-    """The name of the first test that fails, or None."""
-    environment = {**os.environ, "PYTHONPATH": str(where / "package"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *arguments]
+def first_failure(arguments: list[str], where: Path, first: Sequence[str] = ()) -> str | None:
+    """The file and the name of the first test that fails, or None. `first` are the names of tests to begin with."""
+    paths = os.pathsep.join(map(str, (where / "package", where / "tests/tools/mutants")))
+    order = {"MUTANTS_FIRST": " ".join(first), "MUTANTS_DURATIONS": str(REPOSITORY / ".venv/durations.json")}
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **order}
+    limit = ["-o", "faulthandler_timeout=240", "-o", "faulthandler_exit_on_timeout=true"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "order", *limit, *arguments]
     result = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True)
     if result.returncode == 0:
         return None
     if result.returncode < 0:
         return f"killed by signal {-result.returncode}"
-    if result.returncode == 1 and (name := re.search(r"^(?:FAILED|ERROR) \S+::(\w+)", result.stdout, re.MULTILINE)):
+    if "Timeout (" in result.stderr:
+        return "timeout"
+    if name := re.search(r"^(?:FAILED|ERROR) (\S+?\.py(?:::\w+)?)", result.stdout, re.MULTILINE):
         return name[1]
-    raise SystemExit(f"{' '.join(command)} did not run:\n{result.stdout}{result.stderr}")
+    if "ImportError while loading conftest" in result.stderr:
+        return "import revdeq"
+    raise SystemExit(f"{' '.join(arguments)} did not run:\n{result.stdout}{result.stderr}")
 
 
-def notice(bug: Bug, every_suite: bool) -> Noticed:
-    """Find the test that notices the bug, in the first suite or in every suite."""
-    start, by = time.perf_counter(), []
+def notice(bug: Bug, results: dict[str, Noticed]) -> Noticed:
+    """Find the test that notices the bug: the one that did before, or one that noticed others in this file, or any."""
+    start, by = time.perf_counter(), None
+    similar = Counter(row.by for row in results.values() if row.file == bug.file)
+    similar[results[bug.name].by if bug.name in results else ""] += 999
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         copy_repository(where)
-        path = where / "package/revdeq" / bug.file
-        path.write_text(mutated(bug, path.read_text()))
-        for suite, arguments in suites(bug.file).items():
-            if arguments and (every_suite or not by) and (test := first_failure(arguments, where)):
-                by.append(f"{suite}: {test}")
-    return Noticed(bug.name, bug.file, "; ".join(by) or UNNOTICED, time.perf_counter() - start)
+        (where / "package/revdeq" / bug.file.removeprefix("revdeq/")).write_text(mutated(bug))
+        if bug.file.endswith((".c", ".h")) and not build(where):
+            raise SystemExit(f"{bug.name} does not compile")
+        for arguments in suites(bug.file):
+            by = by or first_failure(arguments, where, [name for name, _ in similar.most_common()])
+    by = by or UNNOTICED
+    return Noticed(bug.name, bug.file, by, time.perf_counter() - start, fingerprint(bug, by))
 
 
 def check_without_bugs(bugs: list[Bug]) -> None:
-    """Check that every bug can be applied, and that the tests pass without bugs."""
-    for bug in bugs:
-        mutated(bug, (REPOSITORY / bug.file).read_text())
+    """Check that the tests pass without bugs."""
     with tempfile.TemporaryDirectory() as folder:
         copy_repository(Path(folder))
-        for arguments in {tuple(x) for bug in bugs for x in suites(bug.file).values() if x}:
-            if failure := first_failure([*arguments], Path(folder)):
+        for arguments in {tuple(sorted(x)): x for bug in bugs for x in suites(bug.file)}.values():
+            if failure := first_failure(arguments, Path(folder)):
                 raise SystemExit(f"{failure} fails without any bug")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--every-suite", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
     arguments = parser.parse_args()
-    bugs = [bug for bug in BUGS if not arguments.names or any(name in bug.name for name in arguments.names)]
-    if not bugs:
-        parser.error(f"no name of a bug contains {arguments.names}: {', '.join(bug.name for bug in BUGS)}")
+    bugs = [b for b in ALL if not arguments.names or any(x in f"{b.name} {b.file}" for x in arguments.names)]
     results = earlier()
-    left = bugs if arguments.names else [bug for bug in bugs if bug.name not in results]
+    current = {bug.name: replace(row, key=fingerprint(bug, row.by)) for bug in ALL if (row := results.get(bug.name))}
+    left = [bug for bug in bugs if bug.name not in results or results[bug.name] != current[bug.name]]
     check_without_bugs(left)
-    for bug in left:
-        results[bug.name] = notice(bug, arguments.every_suite)
-        print(results[bug.name], flush=True)
-        write(results)
-    unnoticed = [bug.name for bug in bugs if results[bug.name].by == UNNOTICED]
-    if unnoticed:
-        print(f"\n{len(unnoticed)} of {len(bugs)} go unnoticed: {', '.join(unnoticed)}")
-        return 1
-    print(f"\nAll {len(bugs)} are noticed.")
-    return 0
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for row in pool.map(lambda bug: notice(bug, earlier()), left):
+            print(row, flush=True)
+            write({**earlier(), row.name: row})
+    results = earlier()
+    unnoticed = [bug.name for bug in bugs if results[bug.name].by == UNNOTICED and not explained(bug.name)]
+    print(f"\n{len(unnoticed)} of {len(bugs)} go unnoticed without an explanation", *unnoticed, sep="\n- ")
+    return 1 if unnoticed else 0
 
 
 if __name__ == "__main__":
