@@ -48,7 +48,7 @@ def on_device(request, simulated):
         torch.backends.cudnn.allow_tf32 = allowed
 
 
-TOLD_WHERE = {"half_step", "exact_half_step", "backend"}
+TOLD_WHERE = {"half_steps", "backend"}
 SIMULATED = ("test_solve.py", "test_gradient.py", "test_inside_f.py", "test_monitor.py", "test_memory.py")
 """Files whose tests run a second time on the simulated GPU of tests/tools/fake_gpu.py."""
 
@@ -221,23 +221,13 @@ def _usable(name):
     return name
 
 
-def _chosen(name, state):
-    """A half-step class to compare with the reference, and the device it runs on."""
-    _usable(name)
+@pytest.fixture(params=NAMES)
+def half_steps(request):
+    """The classes of half-steps, by state, to compare with the reference, and the device they run on."""
+    name = _usable(request.param)
     if name == "triton" and DEVICE.type == "cpu":
-        return interpreted_gpu_package().STATES[state], torch.device("cpu")
-    return backends.BACKENDS[name].states[state], DEVICE if name == "triton" else torch.device("cpu")
-
-
-@pytest.fixture(params=NAMES)
-def half_step(request):
-    return _chosen(request.param, "float64")
-
-
-@pytest.fixture(params=NAMES)
-def exact_half_step(request):
-    """The same for the integer state."""
-    return _chosen(request.param, "exact")
+        return interpreted_gpu_package().STATES, torch.device("cpu")
+    return backends.BACKENDS[name].states, DEVICE if name == "triton" else torch.device("cpu")
 
 
 @pytest.fixture(params=NAMES)
