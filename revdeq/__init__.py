@@ -1,4 +1,4 @@
-"""Reversible deep equilibrium models: exact gradients in constant memory."""
+"""Reversible deep equilibrium models: exact gradients in almost constant memory."""
 
 import importlib as _importlib
 import sys as _sys
@@ -44,7 +44,6 @@ __all__ = [
     "models",
     "solve",
     "steps",
-    "train",
     "training",
     "tune",
     "verify",
@@ -57,8 +56,6 @@ _LAZY = ("baselines", "models", "training")
 def __getattr__(name: str) -> _Any:
     if name in _LAZY:
         return _importlib.import_module(f".{name}", __name__)
-    if name == "train":
-        return _importlib.import_module(".training", __name__).train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
