@@ -3,7 +3,6 @@
 import ctypes
 import importlib.util
 import struct
-import warnings
 from ctypes import c_char_p, c_int, c_void_p
 from typing import Any
 
@@ -55,11 +54,6 @@ try:
     library, trouble = _found(), ""
 except (OSError, AttributeError, ValueError) as error:  # built on another machine, or for another version
     library, trouble = None, str(error)
-    warnings.warn(
-        f"the C kernel cannot be loaded ({trouble}), so PyTorch's slower operations run instead: {remedy(trouble)}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def address(x: Tensor | None) -> int | None:
