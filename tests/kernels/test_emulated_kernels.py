@@ -18,10 +18,10 @@ from torch import nn
 skip_without_the_compiler()
 
 import revdeq  # noqa: E402
-from revdeq.kernels import Coefficients, Radix, gpu, half_step, reference, reference_exact  # noqa: E402
+from revdeq.kernels import gpu, half_step, reference, reference_exact  # noqa: E402
 from revdeq.kernels.gpu import exact, float64, integers, launch  # noqa: E402
-from revdeq.kernels.half_step import LANES, wide  # noqa: E402
-from revdeq.kernels.radix import LARGEST_DENOMINATOR  # noqa: E402
+from revdeq.kernels.half_step import LANES, Coefficients, wide  # noqa: E402
+from revdeq.kernels.radix import LARGEST_DENOMINATOR, Radix  # noqa: E402
 
 DTYPES = half_step.DTYPES
 GPUS = ("sm_80", "sm_90", "sm_100")

@@ -12,8 +12,10 @@ from fake_gpu import DEVICE, OTHER, driver, emulated  # noqa: E402
 from stub_driver import stub  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from revdeq.kernels import Coefficients, Radix, gpu, half_step, reference  # noqa: E402
+from revdeq.kernels import gpu, half_step, reference  # noqa: E402
 from revdeq.kernels.gpu import exact, float64, launch  # noqa: E402
+from revdeq.kernels.half_step import Coefficients  # noqa: E402
+from revdeq.kernels.radix import Radix  # noqa: E402
 
 STEP = Coefficients.rounded(0.8)
 N = 1000
