@@ -4,7 +4,7 @@ import itertools
 import platform
 import sys
 import warnings
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +23,10 @@ CASES: list[dict[str, Any]] = [
     for options in ({"beta": 0.5}, {"beta": 0.8, "gamma": 0.7, "tol": 1e-9})  # with a tol it needs norms, too
 ]
 GRADIENT_ERROR = 2 * 16 * 2.0**-24  # float32 rounds each of the 16 products that a gradient sums up, and some cancel
+
+
+def add_options(_: ArgumentParser) -> None:
+    """There are none."""
 
 
 def run(_: Namespace) -> int:
