@@ -152,7 +152,10 @@ def first_failure(arguments: list[str], where: Path, first: Sequence[str] = ()) 
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **order}
     limit = ["-o", "faulthandler_timeout=240", "-o", "faulthandler_exit_on_timeout=true"]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "order", *limit, *arguments]
-    result = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True)
+    try:
+        result = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=1800)
+    except subprocess.TimeoutExpired:
+        return "timeout"
     if result.returncode == 0:
         return None
     if result.returncode < 0:
