@@ -184,9 +184,10 @@ def picture(results):
     from matplotlib.figure import Figure
 
     blocks = [block for block in EXAMPLES if results.methods(f"convergence, {block}")]
-    rows = -(-len(blocks) // 2)
+    columns = min(2, len(blocks))
+    rows = -(-len(blocks) // columns)
     figure = Figure(figsize=(9, 0.6 + 2.8 * rows), layout="constrained")
-    for axes, block in zip(figure.subplots(rows, 2, squeeze=False).flat, blocks, strict=False):
+    for axes, block in zip(figure.subplots(rows, columns, squeeze=False).flat, blocks, strict=False):
         for name, (color, style) in STYLES.items():
             found = results.by_size(f"convergence, {block}", name, "residual")
             axes.plot(list(found), list(found.values()), style, color=color, label=name)

@@ -1,7 +1,7 @@
 """revdeq.RevDEQ: the reversible equilibrium as a layer."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,13 @@ class Last:
         converged: With a tol, whether it was reached; with per_example=True, for each example. None without.
         state: "float64" or "exact".
         adjoint: Statistics of the backward pass, once it has run.
+        norms: The squared norms of the last change of z and of z, from which `change` is computed when it is read.
+
+    Example:
+        >>> deq = revdeq.RevDEQ(f, max_steps=40, tol=1e-3)
+        >>> z = deq(x)
+        >>> deq.last.converged
+        True
     """
 
     steps: Any
@@ -33,7 +40,7 @@ class Last:
     converged: Any
     state: str
     adjoint: Statistics
-    norms: Tensor
+    norms: Tensor = field(repr=False)
 
     @property
     def change(self) -> Tensor:
@@ -51,8 +58,7 @@ class RevDEQ(nn.Module):
         options: The options of `revdeq.solve`, which `revdeq.Options` explains.
 
     Attributes:
-        last: What the last call did: `steps`, `nfe`, `change`, `converged`, `state` and `adjoint`, as in
-            `revdeq.Solution`, without a graph. None before the first call.
+        last: What the last call did, a `revdeq.Last`. None before the first call.
 
     Raises:
         TypeError, ValueError: An option is unknown or invalid.
