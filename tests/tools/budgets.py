@@ -58,7 +58,7 @@ exact invert_adjoint, gamma    8+4+4+4+4+4  8+4+4+4  -     0      0             
 exact invert_compare           8+4+4+4+4    4+4      4     0      5                 40     40     40
 """
 
-FEW, MANY = launch.SMALL - 1, 2**30  # elements: kernels depend on their number in no other way
+FEW, MANY = launch.SMALL - 1, 2**22  # elements: kernels depend on their number in no other way
 RADIX = Radix.nearest(0.8, 24)
 
 
