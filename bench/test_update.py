@@ -204,18 +204,26 @@ def test_half_step(benchmark, measured, provider):
     benchmark.pedantic(runs[provider], rounds=5, iterations=max(1, round(1e-3 / min(times[provider]))))
 
 
-def table(results):
+BESIDE = ("unfused, in place", "torch.compile", "unfused", "copy", *IN_THE_SOLVER)
+
+
+def table(results, sizes=(), beside=BESIDE):
     """Times over the fused half-step, by the number of elements."""
-    sizes = sorted({row.size for row in results.rows if row.benchmark.endswith("float32")})
+    sizes = sizes or sorted({row.size for row in results.rows if row.benchmark.endswith("float32")})
     rows = []
     for direction in DIRECTIONS:
         title = f"half-step, {direction}, float32"
         fused = [1e6 * results.median(title, "fused", n, "seconds") for n in sizes]
         rows.append([f"{direction}: fused, microseconds", *(f"{us:.3g}" for us in fused)])
-        for name in ("unfused, in place", "torch.compile", "unfused", "copy", *IN_THE_SOLVER):
+        for name in beside:
             over = [results.median(title, name, n, "time over fused") for n in sizes]
             rows.append([f"{direction}: {name}", *(f"{ratio:.1f}x" for ratio in over)])
     return markdown(["time over the fused half-step", *(f"2^{n.bit_length() - 1}" for n in sizes)], rows)
+
+
+def few(results):
+    """Beside the best that plain PyTorch can do."""
+    return table(results, [2**k for k in (12, 16, 20, 24)], BESIDE[:2])
 
 
 GPUS = {
