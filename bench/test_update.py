@@ -17,6 +17,9 @@ from table import device, markdown
 from turns import one_thread, ratio, ratios, take_turns
 
 from revdeq import kernels
+from revdeq.kernels.backends import backend_for
+from revdeq.kernels.half_step import Coefficients
+from revdeq.kernels.radix import Radix
 
 DEVICE = device()
 BETA = torch.tensor(0.8).item()
@@ -146,8 +149,8 @@ def backward(y, f, adjoint, vjp):
 
 def in_the_solver(state, direction, y, f, adjoint, vjp):
     """What the solver calls for a state, past torch's dispatcher and without checks. It is checked by the tests."""
-    step = kernels.Radix.nearest(BETA, 24) if state == "exact" else kernels.Coefficients.rounded(BETA)
-    half_step = kernels.half_step_for(DEVICE, state).encoded(y, step)
+    step = Radix.nearest(BETA, 24) if state == "exact" else Coefficients.rounded(BETA)
+    half_step = backend_for(DEVICE).states[state].encoded(y, step)
     read, gradient, seed = torch.empty_like(f), adjoint.clone(), torch.empty_like(f)
 
     def relax():
