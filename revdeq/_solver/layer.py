@@ -164,19 +164,26 @@ class RevDEQ(nn.Module):
         return self.beta, self.gamma, self.state if bits is None else bits
 
     def set_extra_state(self, state: Any) -> None:
-        """Take the coefficients of a saved layer. Release 0.3 saved a schedule in the place of the state.
+        """Take the coefficients and the state of a saved layer."""
+        if state is not None:
+            beta, gamma, kind = state
+            self.use(beta, gamma, Exact(kind) if isinstance(kind, int) else kind)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Release 0.3 saved the coefficients in a tensor: a pair, or zeros if it was not tuned, and then a schedule.
 
         Raises:
-            ValueError: It was saved with a schedule, which is no longer supported.
+            ValueError: The layer was saved with a schedule, which is no longer supported.
         """
-        if state is None:
-            return
-        beta, gamma, kind = state
-        if isinstance(kind, (tuple, list)):
-            raise ValueError(
-                "the layer was saved with a schedule of coefficients, which revdeq 0.4 has not: tune it again"
-            )
-        self.use(beta, gamma, Exact(kind) if isinstance(kind, int) else kind or self.state)
+        saved = state_dict.pop(f"{prefix}coefficients", None)
+        if saved is not None:
+            (beta, gamma), *schedule = saved.reshape(-1, 2).tolist()
+            if schedule:
+                raise ValueError(
+                    "the layer was saved with a schedule of coefficients, which revdeq 0.4 has not: tune it again"
+                )
+            state_dict[f"{prefix}_extra_state"] = (beta, gamma, self.state) if beta else None
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         usual = Options()

@@ -48,10 +48,10 @@ def examine(device: torch.device) -> Iterator[str]:
     """Prints what is known of a device, and yields a remedy for what makes results there wrong or impossible."""
     say(str(device), _device.name(device))
     try:
-        chosen = backends.backend_for(device)
-        say("", f"kernels: {chosen.title}")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            chosen = backends.backend_for(device)
+            say("", f"kernels: {chosen.title}")
             wrong = [case for case in CASES if not agrees(device, case)]
         ours, stored = solved(solve, device, state="float64"), solved(stored_graph, device)
         error = max(float((a - b).norm() / b.norm()) for a, b in zip(ours, stored, strict=True))

@@ -554,7 +554,7 @@ def test_solves_in_two_threads_beside_an_idle_one():
         return lambda: [torch.manual_seed(seed) if seed else 0, gradients(solve(Added(f), zeros(), x), x, f)][1]
 
     jobs, stop = [job(0), job(1)], threading.Event()
-    idle = threading.Thread(target=stop.wait)
+    idle = threading.Thread(target=stop.wait, daemon=True)
     idle.start()
     expected = [job() for job in jobs]
     with ThreadPoolExecutor(2) as pool:

@@ -145,6 +145,10 @@ def test_a_backward_pass_between_two_steps():
     close(early, torch.autograd.grad(stored(f, z0, x, 1)[-1][1].sum(), x))
     *_, last = steps
     close(torch.autograd.grad(last.z.sum(), x), torch.autograd.grad(stored(f, z0, x)[-1][1].sum(), x))
+    steps = revdeq.steps(f, z0, x, max_steps=N)
+    next(steps).z.sum().backward()  # frees the graph, and leaves the states
+    *_, last = steps
+    assert torch.equal(last.z, revdeq.solve(f, z0, x, max_steps=N).z)
 
 
 def test_steps_of_a_layer_and_what_they_refuse():
