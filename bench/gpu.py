@@ -136,7 +136,7 @@ def main():
     shutil.rmtree(out)
     for kernel, share in found.items():
         print(f"  {kernel:32} {share:.2f} of a copy's bandwidth")
-    print(f"The results are in {archive}: CONTRIBUTING.md says where to send it.")
+    print(f"The results are in {archive}: please attach it to an issue.")
     print(f"Can revdeq be trusted on {name}? {verdict}.")
     return 0 if ended and all(how == "passed" for how in ended.values()) else 1
 

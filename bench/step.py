@@ -196,5 +196,11 @@ def relative_memory(results, block, name):
     return ours / graph
 
 
+def both(results):
+    """Without the stored graph, as with --quick, there is one table."""
+    measured = "stored graph" in results.methods("step, conv block")
+    return f"{table(results)}\n\n{short(results)}" if measured else short(results)
+
+
 if __name__ == "__main__":
-    main(__doc__, measure, lambda results: f"{table(results)}\n\n{short(results)}")
+    main(__doc__, measure, both)

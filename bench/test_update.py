@@ -17,6 +17,9 @@ from table import device, markdown
 from turns import one_thread, ratio, ratios, take_turns
 
 from revdeq import kernels
+from revdeq.kernels.backends import backend_for
+from revdeq.kernels.half_step import Coefficients
+from revdeq.kernels.radix import Radix
 
 DEVICE = device()
 BETA = torch.tensor(0.8).item()
@@ -146,8 +149,8 @@ def backward(y, f, adjoint, vjp):
 
 def in_the_solver(state, direction, y, f, adjoint, vjp):
     """What the solver calls for a state, past torch's dispatcher and without checks. It is checked by the tests."""
-    step = kernels.Radix.nearest(BETA, 24) if state == "exact" else kernels.Coefficients.rounded(BETA)
-    half_step = kernels.half_step_for(DEVICE, state).encoded(y, step)
+    step = Radix.nearest(BETA, 24) if state == "exact" else Coefficients.rounded(BETA)
+    half_step = backend_for(DEVICE).states[state].encoded(y, step)
     read, gradient, seed = torch.empty_like(f), adjoint.clone(), torch.empty_like(f)
 
     def relax():
@@ -204,18 +207,26 @@ def test_half_step(benchmark, measured, provider):
     benchmark.pedantic(runs[provider], rounds=5, iterations=max(1, round(1e-3 / min(times[provider]))))
 
 
-def table(results):
+BESIDE = ("unfused, in place", "torch.compile", "unfused", "copy", *IN_THE_SOLVER)
+
+
+def table(results, sizes=(), beside=BESIDE):
     """Times over the fused half-step, by the number of elements."""
-    sizes = sorted({row.size for row in results.rows if row.benchmark.endswith("float32")})
+    sizes = sizes or sorted({row.size for row in results.rows if row.benchmark.endswith("float32")})
     rows = []
     for direction in DIRECTIONS:
         title = f"half-step, {direction}, float32"
         fused = [1e6 * results.median(title, "fused", n, "seconds") for n in sizes]
         rows.append([f"{direction}: fused, microseconds", *(f"{us:.3g}" for us in fused)])
-        for name in ("unfused, in place", "torch.compile", "unfused", "copy", *IN_THE_SOLVER):
+        for name in beside:
             over = [results.median(title, name, n, "time over fused") for n in sizes]
             rows.append([f"{direction}: {name}", *(f"{ratio:.1f}x" for ratio in over)])
     return markdown(["time over the fused half-step", *(f"2^{n.bit_length() - 1}" for n in sizes)], rows)
+
+
+def few(results):
+    """Beside the best that plain PyTorch can do."""
+    return table(results, [2**k for k in (12, 16, 20, 24)], BESIDE[:2])
 
 
 GPUS = {

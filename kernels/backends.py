@@ -1,4 +1,4 @@
-"""The registry of backends: their devices, their states, and why one is unavailable."""
+"""The registry of backends: where each runs, its half-steps, and why one cannot run."""
 
 import contextlib
 import functools
@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from . import cpu, reference, reference_exact
-from .half_step import HalfStep
+from .half_step import Coefficients, HalfStep
+from .radix import Radix
 
 gpu: Any
 try:
@@ -32,57 +34,46 @@ class Trouble(NamedTuple):
 class Backend:
     """An implementation of the half-steps.
 
-    devices: the device types that it supports; None is all.
-    states: the class of half-steps of each state.
-    missing: the trouble if it is not installed. misplaced: the trouble on a device where it does not run.
-    repair: what to do if its bits differ from the reference.
+    devices: the device types that it is meant for. states: the class of half-steps of each state. trouble_on: why it
+    cannot run on a device, or None. repair: what to do if its bits differ from the reference.
     """
 
     name: str
     title: str
-    devices: tuple[str, ...] | None
+    devices: tuple[str, ...]
     states: dict[str, type[HalfStep]]
-    missing: Callable[[], Trouble | None]
-    misplaced: Callable[[torch.device], Trouble | None]
+    trouble_on: Callable[[torch.device], Trouble | None]
     repair: str
 
-    def trouble_on(self, device: torch.device) -> Trouble | None:
-        return self.missing() or self.misplaced(device)
 
-
-def _no_triton() -> Trouble | None:
-    if gpu:
-        return None
-    return Trouble("Triton is not installed", "install it with `pip install triton` (Linux)")
-
-
-def _not_for_triton(device: torch.device) -> Trouble | None:
-    if gpu.runs_on(device):
-        if device.type not in ("cuda", "xpu"):
-            return None
-        if why := gpu.driver_trouble(device.type):
-            remedy = "install gcc, python3-dev and the driver of the GPU"
-            return Trouble(f"Triton cannot build its driver ({why})", remedy)
-        if why := gpu.kernel_trouble(device):
-            remedy = "update Triton and the driver of the GPU"
-            return Trouble(f"Triton cannot compile or load its kernels ({why})", remedy)
-        return None
-    remedy = "move them to a GPU, or set TRITON_INTERPRET=1 before revdeq is imported"
-    return Trouble(f"it cannot run on {device.type} tensors", remedy)
-
-
-def _no_library() -> Trouble | None:
-    if cpu.library is not None:
-        return None
-    if cpu.trouble:
-        return Trouble(f"the C kernel cannot be loaded ({cpu.trouble})", cpu.remedy(cpu.trouble))
-    return Trouble("the C kernel was not built", "install a C compiler and reinstall revdeq")
-
-
-def _not_for_c(device: torch.device) -> Trouble | None:
+def _trouble_of_triton(device: torch.device) -> Trouble | None:
+    if not gpu:
+        return Trouble("Triton is not installed", "install it with `pip install triton` (Linux)")
+    if not gpu.runs_on(device):
+        remedy = "move them to a GPU, or set TRITON_INTERPRET=1 before revdeq is imported"
+        return Trouble(f"it cannot run on {device.type} tensors", remedy)
     if device.type == "cpu":
         return None
-    return Trouble(f"it cannot run on {device.type} tensors", "move them to the CPU")
+    if why := gpu.driver_trouble(device.type):
+        remedy = "install gcc, python3-dev and the driver of the GPU"
+        return Trouble(f"Triton cannot build its driver ({why})", remedy)
+    if why := gpu.kernel_trouble(device):
+        remedy = "update Triton and the driver of the GPU"
+        return Trouble(f"Triton cannot compile or load its kernels ({why})", remedy)
+    if device.type == "xpu" and not _same_bits(device):
+        remedy = "update Triton, or report it: Intel's GPUs are experimental"
+        return Trouble("Triton's kernels compute other bits than PyTorch on this GPU", remedy)
+    return None
+
+
+def _trouble_of_c(device: torch.device) -> Trouble | None:
+    if cpu.trouble and cpu.library is None:
+        return Trouble(f"the C kernel cannot be loaded ({cpu.trouble})", cpu.remedy(cpu.trouble))
+    if cpu.library is None:
+        return Trouble("the C kernel was not built", "install a C compiler and reinstall revdeq")
+    if device.type != "cpu":
+        return Trouble(f"it cannot run on {device.type} tensors", "move them to the CPU")
+    return None
 
 
 TRITON = Backend(
@@ -90,8 +81,7 @@ TRITON = Backend(
     "Triton's kernels",
     ("cuda", "xpu"),
     dict(gpu.STATES) if gpu else {},
-    _no_triton,
-    _not_for_triton,
+    _trouble_of_triton,
     "update Triton and the driver",
 )
 C = Backend(
@@ -99,21 +89,18 @@ C = Backend(
     "the C kernel",
     ("cpu",),
     {"float64": cpu.HalfStep, "exact": cpu.ExactHalfStep},
-    _no_library,
-    _not_for_c,
+    _trouble_of_c,
     "rebuild the C kernel (pip install --force-reinstall --no-deps; no -ffast-math or -Ofast in CFLAGS)",
 )
 REFERENCE = Backend(
     "reference",
     "PyTorch's own operations",
-    None,
+    (),
     {"float64": reference.HalfStep, "exact": reference_exact.HalfStep},
-    lambda: None,
     lambda device: None,
     "reinstall torch",
 )
 BACKENDS = {backend.name: backend for backend in (TRITON, C, REFERENCE)}
-"""By name. The first one that can run on a device is used."""
 
 _forced: ContextVar[str | None] = ContextVar("revdeq_backend", default=None)
 
@@ -144,7 +131,7 @@ def backend(name: str) -> Iterator[None]:
 
 
 def backend_for(device: torch.device) -> Backend:
-    """The forced backend, or the fastest one that runs on this device. A slower one than is meant for it warns once.
+    """The forced backend; or that which is meant for the device, or the reference, with one warning, if it cannot run.
 
     Raises:
         RuntimeError: The forced backend cannot run there.
@@ -157,20 +144,19 @@ def backend_for(device: torch.device) -> Backend:
         if trouble := BACKENDS[name].trouble_on(device):
             raise RuntimeError(f"backend {name!r} is forced, but {trouble.why}: {trouble.remedy}")
         return BACKENDS[name]
-    best, *others = (b for b in BACKENDS.values() if b.devices is None or device.type in b.devices)
-    trouble = best.trouble_on(device)
-    if trouble is None:
-        return best
-    instead = next(b for b in others if b.trouble_on(device) is None)
-    if best is not C or not cpu.trouble:  # loading a broken library has already warned
-        _warn(trouble, instead.title)
-    return instead
+    for meant in (TRITON, C):
+        if device.type in meant.devices:
+            trouble = meant.trouble_on(device)
+            if trouble is None:
+                return meant
+            _warn(trouble)
+    return REFERENCE
 
 
 @functools.cache
-def _warn(trouble: Trouble, instead: str) -> None:
+def _warn(trouble: Trouble) -> None:
     warnings.warn(
-        f"{trouble.why}, so {instead} run instead, which are slower (2 to 3 times with an exact state): "
+        f"{trouble.why}, so {REFERENCE.title} run instead, which are slower (2 to 3 times with an exact state): "
         f"{trouble.remedy}",
         RuntimeWarning,
         stacklevel=3,
@@ -181,3 +167,21 @@ def _known(name: str, source: str) -> str:
     if name not in BACKENDS:
         raise ValueError(f"{source} is {name!r}: expected one of {', '.join(map(repr, BACKENDS))}")
     return name
+
+
+@functools.cache
+def _same_bits(device: torch.device) -> bool:
+    """Whether Triton's kernels compute the reference's bits. Intel's compiler contracts a multiply-add by default."""
+    steps = {"float64": Coefficients.rounded(0.8, 0.7), "exact": Radix.nearest(0.8, 24, 0.7)}
+    pairs = [[_results(b.states[state], step, device) for b in (TRITON, REFERENCE)] for state, step in steps.items()]
+    return all(torch.equal(a, b) for ours, expected in pairs for a, b in zip(ours, expected, strict=True))
+
+
+def _results(kind: Any, step: Any, device: torch.device) -> list[Tensor]:
+    """Half-steps there and back of 5,000 numbers without a pattern, and the sums and the adjoint."""
+    x, f_z, z, vjp, adjoint = torch.arange(1.0, 25_001).sin().to(device).view(5, 5000).unbind()
+    h, read, adjoint = kind.encoded(x, step), torch.empty_like(x), adjoint.clone()
+    sums = h.relax_norms(f_z, z, read)
+    results = [h.state.clone(), read.clone(), sums]
+    h.invert_adjoint(f_z, z, read, adjoint, vjp, vjp)
+    return [*results, h.state, read, adjoint]

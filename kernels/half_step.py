@@ -21,9 +21,13 @@ LANES = 256
 chunk has LANES partial sums. The order is the same in all backends, and a GPU needs no shared memory and no barrier."""
 
 
+MANY = 2**20
+"""Fewer elements have small chunks, or multiprocessors would be idle: an H100 has 132."""
+
+
 def rows_of(n: int) -> int:
-    """The number of rows of a chunk, for n elements. Few elements have small chunks, or a GPU would be idle."""
-    return 16 if n >= 2**20 else 4
+    """The number of rows of a chunk, for n elements."""
+    return 16 if n >= MANY else 4
 
 
 def chunks_of(n: int) -> int:

@@ -1,4 +1,4 @@
-"""Reversible deep equilibrium models: exact gradients in constant memory."""
+"""Reversible deep equilibrium models: exact gradients in almost constant memory."""
 
 import importlib as _importlib
 import sys as _sys
@@ -19,7 +19,7 @@ if not (_Path(__file__).parent / "kernels").exists():
 
 from . import kernels
 from ._solver.check import ConvergenceError, ConvergenceWarning, ReconstructionError, ReconstructionWarning
-from ._solver.layer import RevDEQ
+from ._solver.layer import Last, RevDEQ
 from ._solver.loop import loop
 from ._solver.options import Exact, Options
 from ._solver.solve import Solution, solve, steps
@@ -31,6 +31,7 @@ __all__ = [
     "ConvergenceError",
     "ConvergenceWarning",
     "Exact",
+    "Last",
     "Options",
     "ReconstructionError",
     "ReconstructionWarning",
@@ -44,7 +45,6 @@ __all__ = [
     "models",
     "solve",
     "steps",
-    "train",
     "training",
     "tune",
     "verify",
@@ -57,8 +57,6 @@ _LAZY = ("baselines", "models", "training")
 def __getattr__(name: str) -> _Any:
     if name in _LAZY:
         return _importlib.import_module(f".{name}", __name__)
-    if name == "train":
-        return _importlib.import_module(".training", __name__).train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

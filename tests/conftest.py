@@ -15,7 +15,7 @@ import torch
 
 from revdeq._device import devices, synchronize
 from revdeq._solver.check import settle
-from revdeq.kernels import backends
+from revdeq.kernels import backends, cpu
 
 DEVICE = devices()[0]
 """The device that tests run on: a GPU, if there is one."""
@@ -48,7 +48,7 @@ def on_device(request, simulated):
         torch.backends.cudnn.allow_tf32 = allowed
 
 
-TOLD_WHERE = {"half_step", "exact_half_step", "backend"}
+TOLD_WHERE = {"half_steps", "backend"}
 SIMULATED = ("test_solve.py", "test_gradient.py", "test_inside_f.py", "test_monitor.py", "test_memory.py")
 """Files whose tests run a second time on the simulated GPU of tests/tools/fake_gpu.py."""
 
@@ -216,28 +216,20 @@ NAMES = ["cpu", "triton"]
 
 
 def _usable(name):
-    if trouble := backends.BACKENDS[name].missing():
-        pytest.skip(trouble.why)
+    if name == "triton" and backends.gpu is None:
+        pytest.skip("Triton is not installed")
+    if name == "cpu" and cpu.library is None:
+        pytest.skip("the C kernel was not built: no C compiler")
     return name
 
 
-def _chosen(name, state):
-    """A half-step class to compare with the reference, and the device it runs on."""
-    _usable(name)
+@pytest.fixture(params=NAMES)
+def half_steps(request):
+    """The classes of half-steps, by state, to compare with the reference, and the device they run on."""
+    name = _usable(request.param)
     if name == "triton" and DEVICE.type == "cpu":
-        return interpreted_gpu_package().STATES[state], torch.device("cpu")
-    return backends.BACKENDS[name].states[state], DEVICE if name == "triton" else torch.device("cpu")
-
-
-@pytest.fixture(params=NAMES)
-def half_step(request):
-    return _chosen(request.param, "float64")
-
-
-@pytest.fixture(params=NAMES)
-def exact_half_step(request):
-    """The same for the integer state."""
-    return _chosen(request.param, "exact")
+        return interpreted_gpu_package().STATES, torch.device("cpu")
+    return backends.BACKENDS[name].states, DEVICE if name == "triton" else torch.device("cpu")
 
 
 @pytest.fixture(params=NAMES)

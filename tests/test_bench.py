@@ -132,10 +132,7 @@ def test_tables_are_written_between_their_marks(tmp_path):
     (tmp_path / "machine.json").write_text('{"cores": 2, "device": "X, 2 threads", "torch": "2.13.0+cpu"}')
     text = "a\n<!-- numbers: machine -->\nold\n<!-- /numbers -->\nb\n"
     assert "-->\nMeasured on 2 cores of an X with torch 2.13.0.\n<!--" in pages.filled(text, tmp_path)
-    assert (
-        pages.filled(text.replace("machine", "step.brief"), tmp_path)
-        == "a\n<!-- numbers: step.brief -->\n<!-- /numbers -->\nb\n"
-    )
+    assert "-->\n<!--" in pages.filled(text.replace("machine", "step.brief"), tmp_path)
     assert markdown(["a", "b"], [["1", "nan"]]) == "| a   | b   |\n| --- | --- |\n| 1   |     |"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sample_data import write_cifar_binary, write_encoding, write_wikitext
+from sample_data import write_cifar, write_encoding, write_wikitext
 from torch import nn
 
 import revdeq
@@ -43,7 +43,7 @@ def names(tmp_path, monkeypatch):
         def forward(self, z, x):
             return torch.tanh(self.linear(z) + x)
 
-    for write in (write_cifar_binary, write_wikitext, write_encoding):
+    for write in (write_cifar, write_wikitext, write_encoding):
         write(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

@@ -3,7 +3,6 @@
 import ctypes
 import importlib.util
 import struct
-import warnings
 from ctypes import c_char_p, c_int, c_void_p
 from typing import Any
 
@@ -15,18 +14,17 @@ from ..half_step import Adjoints, Coefficients, rows_of
 from ..radix import Radix
 
 CODE = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum dtype of common.h
-BOUND = struct.Struct("@Pqddddiiiii")  # half_step of common.h
+BOUND, COMPARED = struct.Struct("@Pqddddiiiii"), struct.Struct("@PP")  # half_step and comparison of common.h
 
 CALL = [c_char_p, c_int, c_void_p, c_int, c_void_p, c_void_p, c_int]
 """The half-step, the number of threads, f, its dtype, z, the copy or the initial value, and its dtype."""
-ADJOINTS = [c_void_p] * 4 + [c_int]
+BACK = [*CALL, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_char_p]
+"""And the adjoint, the product, the other adjoint, the seed, its dtype, and the comparison."""
 ARGUMENTS = {
     "revdeq_relax": [*CALL, c_void_p],
-    "revdeq_invert": [*CALL, *ADJOINTS],
-    "revdeq_compare": [*CALL, *ADJOINTS, c_void_p, c_void_p],
+    "revdeq_invert": BACK,
     "revdeq_exact_relax": [*CALL, c_void_p, c_void_p],
-    "revdeq_exact_invert": [*CALL, *ADJOINTS, c_void_p],
-    "revdeq_exact_compare": [*CALL, *ADJOINTS, c_void_p, c_void_p],
+    "revdeq_exact_invert": [*BACK, c_void_p],
 }
 
 
@@ -56,11 +54,6 @@ try:
     library, trouble = _found(), ""
 except (OSError, AttributeError, ValueError) as error:  # built on another machine, or for another version
     library, trouble = None, str(error)
-    warnings.warn(
-        f"the C kernel cannot be loaded ({trouble}), so PyTorch's slower operations run instead: {remedy(trouble)}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def address(x: Tensor | None) -> int | None:
@@ -72,12 +65,8 @@ def addresses(adjoints: Adjoints) -> tuple[int | None, ...]:
     adjoint, vjp, other, seed = adjoints
     if adjoint is None or vjp is None:
         return None, None, None, None, 0
-    return (
-        adjoint.data_ptr(),
-        vjp.data_ptr(),
-        None if other is None else other.data_ptr(),
-        *((None, 0) if seed is None else (seed.data_ptr(), CODE[seed.dtype])),
-    )
+    first = adjoint.data_ptr(), vjp.data_ptr(), None if other is None else other.data_ptr()
+    return (*first, None, 0) if seed is None else (*first, seed.data_ptr(), CODE[seed.dtype])
 
 
 def call(function: Any, h: Any, f_z: Tensor, z: Tensor | None, copy: Tensor, *more: int | None) -> Any:
@@ -97,13 +86,13 @@ class HalfStep(half_step.HalfStep):
         call(library.revdeq_relax, self, f_z, z, copy, address(partial))
 
     def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints) -> None:
-        call(library.revdeq_invert, self, f_z, z, copy, *addresses(adjoints))
+        call(library.revdeq_invert, self, f_z, z, copy, *addresses(adjoints), None)
 
     def _compare(
         self, f_z: Tensor, z: Tensor | None, initial: Tensor, adjoints: Adjoints, floor: Tensor, maxima: Tensor
     ) -> None:
-        rest = *addresses(adjoints), floor.data_ptr(), maxima.data_ptr()
-        call(library.revdeq_compare, self, f_z, z, initial, *rest)
+        compared = COMPARED.pack(floor.data_ptr(), maxima.data_ptr())
+        call(library.revdeq_invert, self, f_z, z, initial, *addresses(adjoints), compared)
 
 
 class ExactHalfStep(reference_exact.HalfStep):
@@ -120,10 +109,10 @@ class ExactHalfStep(reference_exact.HalfStep):
 
     def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints) -> None:
         spill = self._take_back()  # alive until the call returns
-        call(library.revdeq_exact_invert, self, f_z, z, copy, *addresses(adjoints), address(spill))
+        call(library.revdeq_exact_invert, self, f_z, z, copy, *addresses(adjoints), None, address(spill))
 
     def _compare(
         self, f_z: Tensor, z: Tensor | None, initial: Tensor, adjoints: Adjoints, floor: Tensor, maxima: Tensor
     ) -> None:
-        rest = *addresses(adjoints), floor.data_ptr(), maxima.data_ptr()
-        call(library.revdeq_exact_compare, self, f_z, z, initial, *rest)
+        compared = COMPARED.pack(floor.data_ptr(), maxima.data_ptr())
+        call(library.revdeq_exact_invert, self, f_z, z, initial, *addresses(adjoints), compared, None)

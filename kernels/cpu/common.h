@@ -93,34 +93,76 @@ INLINE void *at(const void *p, int64_t i, enum dtype type) {
     default: { const enum dtype NAME = F16; __VA_ARGS__; } break;     \
     }
 
-/* The coefficients of a step y' = a y + b f(z) + c z. */
-typedef struct {
-    double a, b, c;
-} coefficients;
-
 /* The half-steps of one state; __init__.py packs this structure. gamma, sign, p, d and bits are the exact state's. */
 typedef struct {
     void *state;
     int64_t n;
-    coefficients step;
-    double gamma;
+    double a, b, c, gamma;
     int32_t rows, sign, p, d, bits;
 } half_step;
 
+/* Where the last inverse is compared with the initial state: the largest errors, [chunks][LANES], relative to the state or
+ * to the floor. __init__.py packs this, too. */
+typedef struct {
+    const float *floor;
+    int32_t *worst;
+} comparison;
+
+/* The tensors of a call. NULL are: z where gamma is 1; sums, [2][chunks][LANES], unless they are asked for; the adjoint
+ * and its company where there is no gradient, and the seed; spill, unless the remainders are spilled; and
+ * compared, or else the initial state is in the place of the copy. */
+typedef struct {
+    const half_step *h;
+    const void *f, *z;
+    void *copy, *adjoint;
+    const void *vjp, *other;
+    void *seed, *sums;
+    const comparison *compared;
+    int32_t *spill;
+    int f_type, copy_type, seed_type;
+} call;
+
+/* Elements [from, from + n) of the state, which are number `chunk` of so many. */
+typedef struct {
+    int64_t chunk, chunks, from, n;
+} part;
+
+/* Runs a function for every chunk, and returns whether it did for any. A parallel region with one thread would cost
+ * 0.7 us, as much as 2,000 elements. */
+static int each_chunk(const call *c, int threads, int (*run)(const call *, part)) {
+    const int64_t size = (int64_t)c->h->rows * LANES, n = c->h->n, chunks = (n + size - 1) / size;
+    int any = 0;
+    int64_t i;
+    if (n < SERIAL)
+        threads = 1;
+#define CHUNK (part){i, chunks, i * size, n - i * size < size ? n - i * size : size}
+    if (threads < 2) {
+        for (i = 0; i < chunks; i++)
+            any |= run(c, CHUNK);
+        return any;
+    }
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : any)
+#endif
+    for (i = 0; i < chunks; i++)
+        any |= run(c, CHUNK);
+    return any;
+}
+
 /* adjoint = a adjoint + b vjp + c other, in the adjoint's own precision, which the coefficients are rounded to. `other`
  * is read only if `mix`, which is a constant in every call: a condition in a loop would prevent vectorisation. */
-#define UPDATE(REAL, VJP)                                                                                     \
-    for (int64_t i = 0; i < n; i++) {                                                                         \
-        REAL next = (REAL)k.a * ((REAL *)adjoint)[i] + (REAL)k.b * (REAL)(VJP);                               \
-        ((REAL *)adjoint)[i] = mix ? next + (REAL)k.c * ((const REAL *)other)[i] : next;                      \
+#define UPDATE(REAL)                                                                                                 \
+    for (int64_t i = 0; i < n; i++) {                                                                                \
+        REAL next = (REAL)h->a * ((REAL *)adjoint)[i] + (REAL)h->b * (REAL)load(vjp, i, type);                       \
+        ((REAL *)adjoint)[i] = mix ? next + (REAL)h->c * ((const REAL *)other)[i] : next;                            \
     }
 
-INLINE void update_loop(void *adjoint, const void *vjp, const void *other, int64_t n, coefficients k, enum dtype type,
-                        const int mix) {
+INLINE void update_loop(const half_step *h, void *adjoint, const void *vjp, const void *other, int64_t n,
+                        enum dtype type, const int mix) {
     if (type == F64)
-        _Pragma("omp simd") UPDATE(double, ((const double *)vjp)[i])
+        _Pragma("omp simd") UPDATE(double)
     else
-        _Pragma("omp simd") UPDATE(float, load(vjp, i, type))
+        _Pragma("omp simd") UPDATE(float)
 }
 
 INLINE void copy_loop(const void *from, void *to, int64_t n, enum dtype type, enum dtype to_type) {
@@ -129,23 +171,25 @@ INLINE void copy_loop(const void *from, void *to, int64_t n, enum dtype type, en
         store(to, i, to_type, load(from, i, type));
 }
 
-/* Updates [from, from + n) of the adjoint, if there is one, and copies it to the seed, if there is one. The adjoint is
- * float64 if f reads float64, and otherwise float32. */
-CLONES static void update_adjoint(const half_step *h, void *adjoint, const void *vjp, const void *other, int copy_type,
-                                  void *seed, int seed_type, int64_t from, int64_t n) {
-    if (!adjoint)
+/* Updates the adjoint, if there is one, and copies it to the seed, if there is one. The adjoint is float64 if f reads
+ * float64, and otherwise float32. */
+CLONES static void update_adjoint(const call *c, part p) {
+    if (!c->adjoint)
         return;
-    CONSTANT(C, copy_type, {
-        const enum dtype wide = C == F64 ? F64 : F32;
-        if (other)
-            update_loop(at(adjoint, from, wide), at(vjp, from, C), at(other, from, wide), n, h->step, C, 1);
+    const half_step h = *c->h;
+    const enum dtype wide = c->copy_type == F64 ? F64 : F32;
+    void *adjoint = at(c->adjoint, p.from, wide);
+    CONSTANT(C, c->copy_type, {
+        const void *vjp = at(c->vjp, p.from, C);
+        if (c->other)
+            update_loop(&h, adjoint, vjp, at(c->other, p.from, wide), p.n, C, 1);
         else
-            update_loop(at(adjoint, from, wide), at(vjp, from, C), NULL, n, h->step, C, 0);
+            update_loop(&h, adjoint, vjp, NULL, p.n, C, 0);
     })
-    if (seed && copy_type == F64)
-        CONSTANT(S, seed_type, copy_loop(at(adjoint, from, F64), at(seed, from, S), n, F64, S))
-    else if (seed)
-        CONSTANT(S, seed_type, copy_loop(at(adjoint, from, F32), at(seed, from, S), n, F32, S))
+    if (c->seed && wide == F64)
+        CONSTANT(S, c->seed_type, copy_loop(adjoint, at(c->seed, p.from, S), p.n, F64, S))
+    else if (c->seed)
+        CONSTANT(S, c->seed_type, copy_loop(adjoint, at(c->seed, p.from, S), p.n, F32, S))
 }
 
 /* The bits of |error| / max(|value|, floor), which are ordered like the numbers, with NaN as the largest. */
@@ -153,21 +197,3 @@ INLINE int32_t ratio_bits(float error, float value, float floor) {
     uint32_t size = bits_of(value) & 0x7FFFFFFFu, least = bits_of(floor);
     return (int32_t)(bits_of(error / float_of(size > least ? size : least)) & 0x7FFFFFFFu);
 }
-
-/* Runs its last argument for every chunk [from, from + n) of the h->n elements. A parallel region with one thread would
- * cost 0.7 us, as much as 2,000 elements. */
-#define FOR_EACH_CHUNK(threads, ...)                                                 \
-    const int64_t size = (int64_t)h->rows * LANES, chunks = (h->n + size - 1) / size; \
-    int64_t chunk;                                                                   \
-    if (threads < 2 || h->n < SERIAL)                                                \
-        for (chunk = 0; chunk < chunks; chunk++) ONE_CHUNK(__VA_ARGS__)              \
-    else {                                                                           \
-        _Pragma("omp parallel for schedule(static) num_threads(threads)")            \
-        for (chunk = 0; chunk < chunks; chunk++) ONE_CHUNK(__VA_ARGS__)              \
-    }
-
-#define ONE_CHUNK(...)                                                               \
-    {                                                                                \
-        const int64_t from = chunk * size, n = h->n - from < size ? h->n - from : size; \
-        __VA_ARGS__;                                                                 \
-    }

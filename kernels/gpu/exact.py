@@ -1,17 +1,6 @@
-"""The exact half-steps in Triton: reference_exact.py with a program for each block or chunk, as in gpu.py.
+"""The exact half-steps in Triton, as reference_exact.py specifies them.
 
-All arithmetic is in integers, and conversions are in float32: there is no float64 instruction unless f is float64.
-
-A half-step and its inverse are one function, with p and d exchanged:
-
-    e = R mod from, R = floor(R / from)
-    T = sign (from Y + e) + weight F
-    Y = floor(T / to), R = R to + (T mod to)
-
-`from` and `to` are arguments, so that kernels are not compiled for a beta. Division by n <= 64 is multiplication by the
-reciprocal m = floor(2^31 / n) + 1: floor(x / n) = floor(x m / 2^31) for 0 <= x < n 2^19. Proof: m n exceeds 2^31 by
-e <= n, so x m / 2^31 exceeds x / n by x e / (2^31 n) < n e / (2^12 n) <= 1 / n, and the next integer is at least 1 / n
-away. Larger numbers are divided in two digits, of which the lower has 19 bits.
+All arithmetic is in integers, and conversions are in float32: there is no float64 arithmetic unless f is float64.
 """
 
 from typing import Any
@@ -21,274 +10,223 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import reference_exact
-from ..half_step import LANES, Adjoints
+from .. import half_step, reference_exact
+from ..half_step import Adjoints
 from ..radix import Radix
-from . import float64 as gpu
-from . import passes
+from . import integers, memory
+from .float64 import magnitude_bits, ratio_bits, update_adjoint
 from .launch import launch_blocks, launch_chunks
 
 BLOCK = 512
-
-STEP = ["start", "to", "sign", "weight", "by_start", "by_to", "gamma", "rest"]
-NUMBERS = ["n", *gpu.EACH, *STEP, "adjoint_a", "adjoint_b", "adjoint_c", "kept"]
-
-
-@triton.jit
-def _mixed(p_f, p_read, o_x, m_x, step):
-    """f, and gamma f + (1 - gamma) z, where z is what f read; without it, f again."""
-    _, _, _, _, _, _, gamma, rest = step
-    b_f = passes.load(p_f, o_x, m_x)
-    if p_read is None:
-        return b_f, b_f
-    elif b_f.dtype == tl.float64 or p_read.dtype.element_ty == tl.float64:  # noqa: RET505
-        b_g = passes.number(gamma, tl.float64) * b_f.to(tl.float64)
-        return b_f, b_g + passes.number(rest, tl.float64) * passes.load(p_read, o_x, m_x).to(tl.float64)
-    else:
-        b_g = passes.number(gamma, tl.float32) * b_f.to(tl.float32)
-        return b_f, b_g + passes.number(rest, tl.float32) * passes.load(p_read, o_x, m_x).to(tl.float32)
+LANES: tl.constexpr = tl.constexpr(half_step.LANES)
+INTEGERS = ["n", "start", "to", "sign", "weight", "by_start", "by_to"]
 
 
 @triton.jit
-def _integer(b_g, UNIT: tl.constexpr):
-    """g in units of 2^-G, rounded to the nearest even, and whether it fits into 32 bits (it is 0 if not)."""
-    if b_g.dtype == tl.float64:
-        b_scaled = b_g * (1 / UNIT)
-        b_size = tl.abs(b_scaled)
-        b_whole = tl.where(b_size < 4503599627370496.0, (b_size + 4503599627370496.0) - 4503599627370496.0, b_size)
-    else:
-        b_scaled = b_g.to(tl.float32) * (1 / UNIT)
-        b_size = tl.abs(b_scaled)
-        b_whole = tl.where(b_size < 8388608.0, (b_size + 8388608.0) - 8388608.0, b_size)
-    b_fits = b_whole < 2147483648.0
-    b_number = tl.where(b_fits, b_whole, 0.0).to(tl.int32)
-    return tl.where(b_scaled < 0.0, -b_number, b_number).to(tl.int64), b_fits
+def _mixed(p_f, p_z, step, o, m):
+    """f, and g = gamma f + (1 - gamma) z; without z, f again."""
+    f = memory.load(p_f, o, m)
+    if p_z is None:
+        return f, f
+    else:  # noqa: RET505
+        z = memory.load(p_z, o, m)
+        WIDE: tl.constexpr = tl.float64 if f.dtype == tl.float64 or z.dtype == tl.float64 else tl.float32
+        gamma = tl.cast(step[-1], WIDE)  # a float32 number
+        return f, gamma * f.to(WIDE) + (1.0 - gamma) * z.to(WIDE)
 
 
 @triton.jit
-def _decoded(p_copy, b_y, UNIT: tl.constexpr):
+def _store_decoded(p_copy, y, UNIT: tl.constexpr, o, m):
     """Y as f reads it, in float64 if f reads float64."""
-    return (
-        b_y.to(tl.float64) * UNIT if p_copy.dtype.element_ty == tl.float64 else b_y.to(tl.int32).to(tl.float32) * UNIT
-    )
+    if p_copy.dtype.element_ty == tl.float64:
+        memory.store(p_copy, y.to(tl.float64) * UNIT, o, m)
+    else:
+        memory.store(p_copy, y.to(tl.int32).to(tl.float32) * UNIT, o, m)
 
 
 @triton.jit
-def _alarm(b_f, b_fits):
+def _alarm(f, fits):
     """0, or the bits of |f| where something does not fit."""
-    return tl.where(b_fits, 0, tl.maximum(gpu._magnitude_bits(b_f), 1))
+    return tl.where(fits, 0, tl.maximum(magnitude_bits(f), 1))
 
 
 @triton.jit
-def _encode(pointers, numbers, o_x, m_x, left):
-    p_state, p_x = pointers
-    b_x = passes.load(p_x, o_x, m_x)
-    b_number, b_fits = _integer(b_x, numbers[0])
-    return ((p_state, b_number << 32),), (_alarm(b_x, b_fits),)
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def _encode_kernel(p_state, p_x, p_alarm, n, UNIT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    each = None, None, None
-    passes.each_block(_encode, (p_state, p_x), (UNIT,), n, each, BLOCK, p_alarm, LANES)
+def _raise_alarm(p_alarm, alarm, SIZE: tl.constexpr):
+    """Stores nothing where the alarm is 0. If there are several in a lane, any of them may be stored last."""
+    o_lane = tl.max_contiguous(tl.multiple_of(memory.offsets(SIZE) % LANES, 2), 2)
+    tl.store(p_alarm + o_lane, alarm, mask=alarm != 0)
 
 
 @triton.jit
-def _decode(pointers, numbers, o_x, m_x, left):
-    p_state, p_copy = pointers
-    return ((p_copy, _decoded(p_copy, passes.load(p_state, o_x, m_x) >> 32, numbers[0])),), ()
+def _encode(p_state, p_x, UNIT: tl.constexpr, o, m):
+    """Returns the alarm."""
+    x = memory.load(p_x, o, m)
+    number, fits = integers.rounded(x, UNIT)
+    memory.store(p_state, number << 32, o, m)
+    return _alarm(x, fits)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
-def _decode_kernel(p_state, p_copy, n, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    passes.each_block(_decode, (p_state, p_copy), (UNIT,), n, (None, None, None), BLOCK)
+@triton.jit(do_not_specialize=["n"])
+def _encode_kernel(p_state, p_x, p_alarm, n: tl.int64, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    first = memory.first(BLOCK)
+    o = first + memory.offsets(BLOCK)
+    if first + BLOCK <= n:
+        alarm = _encode(p_state, p_x, UNIT, o, None)
+    else:
+        alarm = _encode(p_state, p_x, UNIT, o, o < n)
+    _raise_alarm(p_alarm, alarm, BLOCK)
 
 
-@triton.jit
-def _divided(b_x, n, by):
-    """Quotient and remainder of 0 <= x < 2^41 by n, in 32-bit arithmetic except at both ends."""
-    b_high = (b_x >> 19).to(tl.uint32)
-    b_first = tl.umulhi(b_high * 2, by)
-    b_low = ((b_high - b_first * n) << 19) | (b_x.to(tl.uint32) & 0x7FFFF)
-    b_second = tl.umulhi(b_low * 2, by)
-    return (b_first.to(tl.int64) << 19) + b_second.to(tl.int64), b_low - b_second * n
-
-
-@triton.jit
-def _stepped(b_state, b_r, b_number, step):
-    """Y and R after a half-step, or after its inverse. Y is correct if its magnitude is below 2^34."""
-    start, to, sign, weight, by_start, by_to, _, _ = step
-    n = start.to(tl.uint32, bitcast=True)
-    m = to.to(tl.uint32, bitcast=True)
-    b_rest, b_e = _divided(b_r, n, by_start.to(tl.uint32, bitcast=True))
-    b_t = (sign * start) * (b_state >> 32) + sign * b_e.to(tl.int64) + weight * b_number
-    b_next, b_remainder = _divided(b_t + (to.to(tl.int64) << 34), m, by_to.to(tl.uint32, bitcast=True))
-    return b_next - 17179869184, (b_rest.to(tl.uint32) * m + b_remainder).to(tl.int64)
+@triton.jit(do_not_specialize=["n"])
+def _decode_kernel(p_state, p_copy, n: tl.int64, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    first = memory.first(BLOCK)
+    o = first + memory.offsets(BLOCK)
+    if first + BLOCK <= n:
+        _store_decoded(p_copy, memory.load(p_state, o, None) >> 32, UNIT, o, None)
+    else:
+        _store_decoded(p_copy, memory.load(p_state, o, o < n) >> 32, UNIT, o, o < n)
 
 
 @triton.jit
-def _relax(pointers, numbers, o_x, m_x, left):
-    """Adds up squares as in gpu.py, and keeps the largest alarm, for an f or a Y that does not fit. With a spill, the
-    remainder is saved there and restarts from 0."""
-    p_state, p_f, p_read, p_copy, p_spill = pointers
-    step, UNIT = numbers
-    b_state = passes.load(p_state, o_x, m_x)
-    b_f, b_g = _mixed(p_f, p_read, o_x, m_x, step)
-    b_number, b_fits = _integer(b_g, UNIT)
-    b_old = b_state & 0xFFFFFFFF
-    b_next, b_r = _stepped(b_state, b_old if p_spill is None else b_old * 0, b_number, step)
-    b_step = (b_next - (b_state >> 32)).to(tl.float32) * UNIT
-    b_size = b_next.to(tl.int32).to(tl.float32) * UNIT
-    b_alarm = _alarm(b_f, b_fits & (b_next >= -2147483648) & (b_next < 2147483648))
-    squares = passes.where(left, 1, b_step * b_step, 0.0), passes.where(left, 1, b_size * b_size, 0.0)
-    b_alarm = passes.where(left, 1, b_alarm, 0)
-    b_next = passes.where(left, 1, b_next, b_state >> 32)
-    b_r = passes.where(left, 1, b_r, b_old)  # even if it is spilled
-    stores = ()
+def _relax(p_state, p_f, p_z, p_copy, p_spill, step, UNIT: tl.constexpr, o, m):
+    """With a spill, the remainder is saved there and restarts from 0. Returns the change of Y, Y and the alarm, for an
+    f or a Y that does not fit."""
+    state = memory.load(p_state, o, m)
+    f, g = _mixed(p_f, p_z, step, o, m)
+    y, r = state >> 32, state & 0xFFFFFFFF
+    number, fits = integers.rounded(g, UNIT)
+    after, remainder = integers.stepped(y, r if p_spill is None else r * 0, number, step)
     if p_spill is not None:
-        stores += ((p_spill, b_old),)
-    stores += ((p_state, (b_next << 32) | b_r), (p_copy, _decoded(p_copy, b_next, UNIT)))
-    return stores, (squares[0], squares[1], b_alarm)
+        memory.store(p_spill, r, o, m)
+    memory.store(p_state, (after << 32) | remainder, o, m)
+    _store_decoded(p_copy, after, UNIT, o, m)
+    alarm = _alarm(f, fits & (after >= -2147483648) & (after < 2147483648))
+    return (after - y).to(tl.float32) * UNIT, after.to(tl.int32).to(tl.float32) * UNIT, alarm
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=INTEGERS)
 def _relax_kernel(
-    p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_ends, n, now, sixteenth,
-    start, to, sign, weight, by_start, by_to, gamma, rest,
-    UNIT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    p_state, p_f, p_z, p_copy, p_spill, p_alarm, p_partial, n: tl.int64,
+    start: tl.int32, to: tl.int32, sign: tl.int32, weight: tl.int32, by_start: tl.uint32, by_to: tl.uint32,
+    gamma: tl.float32, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    pointers = p_state, p_f, p_read, p_copy, p_spill
-    numbers = (start, to, sign, weight, by_start, by_to, gamma, rest), UNIT
-    each = p_ends, now, sixteenth
-    passes.each_block(_relax, pointers, numbers, n, each, BLOCK, p_alarm, LANES)
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def _relax_norms_kernel(
-    p_state, p_f, p_read, p_copy, p_spill, p_alarm, p_partial, p_ends, n, now, sixteenth,
-    start, to, sign, weight, by_start, by_to, gamma, rest,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    pointers = p_state, p_f, p_read, p_copy, p_spill
-    numbers = (start, to, sign, weight, by_start, by_to, gamma, rest), UNIT
-    b_zero = tl.full((LANES,), 0.0, tl.float32)
-    totals = b_zero, b_zero, tl.full((LANES,), 0, tl.int32)
-    each = p_ends, now, sixteenth
-    totals = passes.each_chunk(_relax, pointers, numbers, totals, n, each, gpu.RELAXED, ROWS, LANES)
-    passes.store_totals(p_partial, totals[:2], LANES)
-    passes.raise_alarm(p_alarm, totals[2], passes.offsets(LANES), LANES)
+    """With `p_partial`, adds up squares as in float64.py."""
+    step, alarms = (start, to, sign, weight, by_start, by_to, gamma), tl.full((LANES,), 0, tl.int32)
+    changes, squares = tl.full((LANES,), 0, tl.float32), tl.full((LANES,), 0, tl.float32)
+    for row in tl.range(ROWS):
+        first = memory.first(ROWS * LANES) + row * LANES
+        o = first + memory.offsets(LANES)
+        if first + LANES <= n:
+            change, y, alarm = _relax(p_state, p_f, p_z, p_copy, p_spill, step, UNIT, o, None)
+        else:
+            change, y, alarm = _relax(p_state, p_f, p_z, p_copy, p_spill, step, UNIT, o, o < n)
+        changes += change * change
+        squares += y * y
+        alarms = tl.maximum(alarms, alarm)
+    _raise_alarm(p_alarm, alarms, LANES)
+    if p_partial is not None:
+        memory.store_lanes(p_partial, changes, 0, LANES)
+        memory.store_lanes(p_partial, squares, 1, LANES)
 
 
 @triton.jit
-def _previous(b_state, p_f, p_read, o_x, m_x, step, UNIT: tl.constexpr):
+def _previous(state, p_f, p_z, step, UNIT: tl.constexpr, o, m):
     """Y and R before the half-step."""
-    _, b_g = _mixed(p_f, p_read, o_x, m_x, step)
-    b_number, _ = _integer(b_g, UNIT)
-    return _stepped(b_state, b_state & 0xFFFFFFFF, b_number, step)
+    _, g = _mixed(p_f, p_z, step, o, m)
+    number, _ = integers.rounded(g, UNIT)
+    return integers.stepped(state >> 32, state & 0xFFFFFFFF, number, step)
 
 
 @triton.jit
-def _invert(pointers, numbers, o_x, m_x, left):
-    """p_read, if it is not None, is p_copy. With a spill, the remainder is restored from there."""
-    p_state, p_f, p_read, p_copy, p_spill, adjoints = pointers
-    step, adjoint_step, UNIT = numbers
-    b_state = passes.load(p_state, o_x, m_x)
-    b_y, b_r = _previous(b_state, p_f, p_read, o_x, m_x, step, UNIT)
+def _invert(p_state, p_f, p_z, p_copy, p_spill, adjoints, weights, step, UNIT: tl.constexpr, o, m):
+    """With a spill, the remainder is restored from there."""
+    state = memory.load(p_state, o, m)
+    y, r = _previous(state, p_f, p_z, step, UNIT, o, m)
     if p_spill is not None:
-        b_r = passes.load(p_spill, o_x, m_x).to(tl.int64) & 0xFFFFFFFF
-    b_y = passes.where(left, 1, b_y, b_state >> 32)
-    b_r = passes.where(left, 1, b_r, b_state & 0xFFFFFFFF)
-    stores = gpu._update(adjoints, adjoint_step, o_x, m_x, left)
-    stores += ((p_state, (b_y << 32) | b_r), (p_copy, _decoded(p_copy, b_y, UNIT)))
-    return stores, ()
+        r = memory.load(p_spill, o, m).to(tl.int64) & 0xFFFFFFFF
+    update_adjoint(adjoints, weights[0], weights[1], o, m)
+    memory.store(p_state, (y << 32) | r, o, m)
+    _store_decoded(p_copy, y, UNIT, o, m)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=INTEGERS)
 def _invert_kernel(
-    p_state, p_f, p_read, p_copy, p_adjoint, p_vjp, p_other, p_seed, p_spill, p_ends, n, now, sixteenth,
-    start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c, kept,
-    UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    p_state, p_f, p_z, p_copy, p_adjoint, p_vjp, p_other, p_seed, p_spill, n: tl.int64,
+    start: tl.int32, to: tl.int32, sign: tl.int32, weight: tl.int32, by_start: tl.uint32, by_to: tl.uint32,
+    gamma: tl.float32, a: tl.float64, b: tl.float64, c: tl.float64,
+    a_32: tl.float32, b_32: tl.float32, c_32: tl.float32, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    pointers = p_state, p_f, p_read, p_copy, p_spill, (p_adjoint, p_vjp, p_other, p_seed)
-    step = start, to, sign, weight, by_start, by_to, gamma, rest
-    numbers = step, (adjoint_a, adjoint_b, adjoint_c, kept), UNIT
-    passes.each_block(_invert, pointers, numbers, n, (p_ends, now, sixteenth), BLOCK)
+    adjoints, step = (p_adjoint, p_vjp, p_other, p_seed), (start, to, sign, weight, by_start, by_to, gamma)
+    weights, first = ((a, b, c), (a_32, b_32, c_32)), memory.first(BLOCK)
+    o = first + memory.offsets(BLOCK)
+    if first + BLOCK <= n:
+        _invert(p_state, p_f, p_z, p_copy, p_spill, adjoints, weights, step, UNIT, o, None)
+    else:
+        _invert(p_state, p_f, p_z, p_copy, p_spill, adjoints, weights, step, UNIT, o, o < n)
 
 
 @triton.jit
-def _compare(pointers, numbers, o_x, m_x, left):
-    """As in gpu.py."""
-    p_state, p_f, p_read, p_initial, adjoints = pointers
-    step, adjoint_step, floor, UNIT = numbers
-    b_state = passes.load(p_state, o_x, m_x)
-    b_start, _ = _integer(passes.load(p_initial, o_x, m_x), UNIT)
-    b_y, b_r = _previous(b_state, p_f, p_read, o_x, m_x, step, UNIT)
-    b_error = (b_y - b_start).to(tl.float32) * UNIT + b_r.to(tl.float32)
-    b_value = (b_state >> 32).to(tl.int32).to(tl.float32) * UNIT
-    return gpu._update(adjoints, adjoint_step, o_x, m_x, left), (gpu._ratio_bits(b_error, b_value, floor),)
+def _compare(p_state, p_f, p_z, p_initial, adjoints, weights, step, UNIT: tl.constexpr, floor, o, m):
+    """Returns the relative errors, as bits. A nonzero remainder in the initial state is an error too."""
+    state = memory.load(p_state, o, m)
+    initial, _ = integers.rounded(memory.load(p_initial, o, m), UNIT)
+    y, r = _previous(state, p_f, p_z, step, UNIT, o, m)
+    update_adjoint(adjoints, weights[0], weights[1], o, m)
+    error = (y - initial).to(tl.float32) * UNIT + r.to(tl.float32)
+    return ratio_bits(error, (state >> 32).to(tl.int32).to(tl.float32) * UNIT, floor)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=INTEGERS)
 def _compare_kernel(
-    p_state, p_f, p_read, p_initial, p_adjoint, p_vjp, p_other, p_seed, p_floor, p_worst, n,
-    start, to, sign, weight, by_start, by_to, gamma, rest, adjoint_a, adjoint_b, adjoint_c,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    p_state, p_f, p_z, p_initial, p_adjoint, p_vjp, p_other, p_seed, p_floor, p_maxima, n: tl.int64,
+    start: tl.int32, to: tl.int32, sign: tl.int32, weight: tl.int32, by_start: tl.uint32, by_to: tl.uint32,
+    gamma: tl.float32, a: tl.float64, b: tl.float64, c: tl.float64,
+    a_32: tl.float32, b_32: tl.float32, c_32: tl.float32, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    pointers = p_state, p_f, p_read, p_initial, (p_adjoint, p_vjp, p_other, p_seed)
-    step = start, to, sign, weight, by_start, by_to, gamma, rest
-    numbers = step, (adjoint_a, adjoint_b, adjoint_c, None), tl.load(p_floor), UNIT
-    totals = (tl.full((LANES,), 0, tl.int32),)
-    each = None, None, None
-    totals = passes.each_chunk(_compare, pointers, numbers, totals, n, each, gpu.COMPARED, ROWS, LANES)
-    passes.store_totals(p_worst, totals, LANES)
-
-
-def reciprocal(n: int) -> int:
-    """floor(2^31 / n) + 1, its 32 bits as a signed integer."""
-    bits = 2**31 // n + 1
-    return bits - 2**32 if bits >= 2**31 else bits
+    adjoints, step = (p_adjoint, p_vjp, p_other, p_seed), (start, to, sign, weight, by_start, by_to, gamma)
+    weights, floor = ((a, b, c), (a_32, b_32, c_32)), tl.load(p_floor)
+    maxima = tl.full((LANES,), 0, tl.int32)
+    for row in tl.range(ROWS):
+        first = memory.first(ROWS * LANES) + row * LANES
+        o = first + memory.offsets(LANES)
+        if first + LANES <= n:
+            bits = _compare(p_state, p_f, p_z, p_initial, adjoints, weights, step, UNIT, floor, o, None)
+        else:
+            bits = _compare(p_state, p_f, p_z, p_initial, adjoints, weights, step, UNIT, floor, o, o < n)
+        maxima = tl.maximum(maxima, bits)
+    memory.store_lanes(p_maxima, maxima, 0, LANES)
 
 
 class HalfStep(reference_exact.HalfStep):
     def __init__(self, state: Tensor, step: Radix) -> None:
         super().__init__(state, step)
-        self._warps = gpu.warps(state.device)
+        p, d, ends = step.p, step.d, (integers.reciprocal(step.p), integers.reciprocal(step.d))
+        self._forward = p, d, step.sign, step.weight, *ends, step.gamma
+        adjoint = step.a, step.b, step.c
+        self._backward = d, p, step.sign, -step.sign * step.weight, *ends[::-1], step.gamma, *adjoint, *adjoint
 
     def decoded(self, dtype: torch.dtype, rows: Any = ...) -> Tensor:
         state = self.state[rows]
         copy = torch.empty_like(state, dtype=dtype)
-        launch_blocks(_decode_kernel, self._warps, BLOCK, (state, copy), (), (self.step.unit,))
+        launch_blocks(_decode_kernel, BLOCK, (state, copy), (), (self.step.unit,))
         return copy
 
     def _encode(self, x: Tensor) -> None:
-        launch_blocks(_encode_kernel, self._warps, BLOCK, (self.state, x, self.alarm), (), (self.step.unit, LANES))
-
-    def _numbers(self, f_z: Tensor, copy: Tensor, backwards: bool) -> tuple[int, ...]:
-        """The arguments of the step or of its inverse."""
-        p, d, sign, gamma = self.step.p, self.step.d, self.step.sign, self.step.gamma
-        if backwards:
-            p, d = d, p
-        wide = torch.float64 if torch.float64 in (f_z.dtype, copy.dtype) else torch.float32
-        mix = gpu.bits_of(gamma, wide), gpu.bits_of(1 - gamma, wide)
-        return p, d, sign, d - sign * p, reciprocal(p), reciprocal(d), *mix
+        launch_blocks(_encode_kernel, BLOCK, (self.state, x, self.alarm), (), (self.step.unit,))
 
     def _relax(self, f_z: Tensor, z: Tensor | None, copy: Tensor, partial: Tensor | None) -> None:
-        tensors, numbers = (self.state, f_z, z, copy, self._spill(), self.alarm), self._numbers(f_z, copy, False)
-        unit = self.step.unit
+        tensors, unit = (self.state, f_z, z, copy, self._spill(), self.alarm, partial), self.step.unit
         if partial is None:
-            launch_blocks(_relax_kernel, self._warps, BLOCK, (*tensors, None), (None, None, *numbers), (unit, LANES))
+            launch_blocks(_relax_kernel, BLOCK, tensors, self._forward, (unit, 1))
         else:
-            launch_chunks(_relax_norms_kernel, self._warps, (*tensors, partial, None), (None, None, *numbers), (unit,))
+            launch_chunks(_relax_kernel, tensors, self._forward, (unit,))
 
     def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints) -> None:
-        tensors = self.state, f_z, z, copy, *adjoints, self._take_back(), None
-        bits = gpu.adjoint_bits(self.step, copy.dtype)
-        numbers = None, None, *self._numbers(f_z, copy, True), *bits, None
-        launch_blocks(_invert_kernel, self._warps, BLOCK, tensors, numbers, (self.step.unit,))
+        tensors = self.state, f_z, z, copy, *adjoints, self._take_back()
+        launch_blocks(_invert_kernel, BLOCK, tensors, self._backward, (self.step.unit,))
 
     def _compare(
         self, f_z: Tensor, z: Tensor | None, initial: Tensor, adjoints: Adjoints, floor: Tensor, maxima: Tensor
     ) -> None:
         tensors = self.state, f_z, z, initial, *adjoints, floor, maxima
-        numbers = *self._numbers(f_z, initial, True), *gpu.adjoint_bits(self.step, initial.dtype)
-        launch_chunks(_compare_kernel, self._warps, tensors, numbers, (self.step.unit,))
+        launch_chunks(_compare_kernel, tensors, self._backward, (self.step.unit,))

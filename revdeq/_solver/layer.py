@@ -1,7 +1,7 @@
 """revdeq.RevDEQ: the reversible equilibrium as a layer."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,13 @@ class Last:
         converged: With a tol, whether it was reached; with per_example=True, for each example. None without.
         state: "float64" or "exact".
         adjoint: Statistics of the backward pass, once it has run.
+        norms: The squared norms of the last change of z and of z, from which `change` is computed when it is read.
+
+    Example:
+        >>> deq = revdeq.RevDEQ(f, max_steps=40, tol=1e-3)
+        >>> z = deq(x)
+        >>> deq.last.converged
+        True
     """
 
     steps: Any
@@ -33,7 +40,7 @@ class Last:
     converged: Any
     state: str
     adjoint: Statistics
-    norms: Tensor
+    norms: Tensor = field(repr=False)
 
     @property
     def change(self) -> Tensor:
@@ -51,8 +58,7 @@ class RevDEQ(nn.Module):
         options: The options of `revdeq.solve`, which `revdeq.Options` explains.
 
     Attributes:
-        last: What the last call did: `steps`, `nfe`, `change`, `converged`, `state` and `adjoint`, as in
-            `revdeq.Solution`, without a graph. None before the first call.
+        last: What the last call did, a `revdeq.Last`. None before the first call.
 
     Raises:
         TypeError, ValueError: An option is unknown or invalid.
@@ -158,19 +164,26 @@ class RevDEQ(nn.Module):
         return self.beta, self.gamma, self.state if bits is None else bits
 
     def set_extra_state(self, state: Any) -> None:
-        """Take the coefficients of a saved layer. Release 0.3 saved a schedule in the place of the state.
+        """Take the coefficients and the state of a saved layer."""
+        if state is not None:
+            beta, gamma, kind = state
+            self.use(beta, gamma, Exact(kind) if isinstance(kind, int) else kind)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Release 0.3 saved the coefficients in a tensor: a pair, or zeros if it was not tuned, and then a schedule.
 
         Raises:
-            ValueError: It was saved with a schedule, which is no longer supported.
+            ValueError: The layer was saved with a schedule, which is no longer supported.
         """
-        if state is None:
-            return
-        beta, gamma, kind = state
-        if isinstance(kind, (tuple, list)):
-            raise ValueError(
-                "the layer was saved with a schedule of coefficients, which revdeq 0.4 has not: tune it again"
-            )
-        self.use(beta, gamma, Exact(kind) if isinstance(kind, int) else kind or self.state)
+        saved = state_dict.pop(f"{prefix}coefficients", None)
+        if saved is not None:
+            (beta, gamma), *schedule = saved.reshape(-1, 2).tolist()
+            if schedule:
+                raise ValueError(
+                    "the layer was saved with a schedule of coefficients, which revdeq 0.4 has not: tune it again"
+                )
+            state_dict[f"{prefix}_extra_state"] = (beta, gamma, self.state) if beta else None
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         usual = Options()

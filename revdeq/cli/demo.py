@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -25,6 +25,10 @@ DEPTHS = (1, 2, 4, 8, 16, 32, 64)
 SOLVED_DEPTHS = (1, 2, 5, 10, 20, 40, 80)
 BITS, UPDATES = 16, 300
 Rows = dict[str, list[float]]
+
+
+def add_options(_: ArgumentParser) -> None:
+    """There are none."""
 
 
 def run(_: Namespace) -> int:

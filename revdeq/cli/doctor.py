@@ -4,7 +4,7 @@ import itertools
 import platform
 import sys
 import warnings
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +23,10 @@ CASES: list[dict[str, Any]] = [
     for options in ({"beta": 0.5}, {"beta": 0.8, "gamma": 0.7, "tol": 1e-9})  # with a tol it needs norms, too
 ]
 GRADIENT_ERROR = 2 * 16 * 2.0**-24  # float32 rounds each of the 16 products that a gradient sums up, and some cancel
+
+
+def add_options(_: ArgumentParser) -> None:
+    """There are none."""
 
 
 def run(_: Namespace) -> int:
@@ -44,10 +48,10 @@ def examine(device: torch.device) -> Iterator[str]:
     """Prints what is known of a device, and yields a remedy for what makes results there wrong or impossible."""
     say(str(device), _device.name(device))
     try:
-        chosen = backends.backend_for(device)
-        say("", f"kernels: {chosen.title}")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            chosen = backends.backend_for(device)
+            say("", f"kernels: {chosen.title}")
             wrong = [case for case in CASES if not agrees(device, case)]
         ours, stored = solved(solve, device, state="float64"), solved(stored_graph, device)
         error = max(float((a - b).norm() / b.norm()) for a, b in zip(ours, stored, strict=True))

@@ -1,20 +1,19 @@
-"""Training of presets and of your own models, used by `revdeq.train` and the command line.
+"""Training of the presets: the models of the paper, and small ones for a CPU. A model of your own trains in a plain
+PyTorch loop.
 
 Needs the extra `train`.
 """
 
-import importlib as _importlib
-from typing import Any as _Any
+import importlib.util
 
-_PLACES = {
-    "checkpoint": ("CheckpointError",),
-    "evaluation": ("Score", "evaluate"),
-    "log": ("TensorBoard",),
-    "presets": ("PRESETS", "Preset", "SettingError", "Training", "configured"),
-    "restore": ("Trained", "restored"),
-    "run": ("Diverged", "Stopped", "train"),
-}
-"""Public names and their modules, which are imported on first use: `--help` needs no NumPy."""
+if missing := [name for name in ("matplotlib", "numpy", "tiktoken", "tqdm") if importlib.util.find_spec(name) is None]:
+    raise ImportError(f"revdeq.training needs {', '.join(missing)}: pip install {' '.join(missing)}")
+
+from . import data
+from .checkpoint import CheckpointError, Trained, restored
+from .evaluation import Score, evaluate
+from .loop import Diverged, train
+from .presets import PRESETS, Preset, SettingError, Training, configured
 
 __all__ = [
     "PRESETS",
@@ -23,27 +22,11 @@ __all__ = [
     "Preset",
     "Score",
     "SettingError",
-    "Stopped",
-    "TensorBoard",
     "Trained",
     "Training",
-    "classify",
     "configured",
     "data",
     "evaluate",
-    "generate",
     "restored",
+    "train",
 ]
-
-
-def __getattr__(name: str) -> _Any:
-    if name in ("classify", "data", "generate"):
-        return _importlib.import_module(f".{name}", __name__)
-    for module, names in _PLACES.items():
-        if name in names:
-            return getattr(_importlib.import_module(f".{module}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__

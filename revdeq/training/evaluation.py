@@ -8,30 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models.equilibrium import last_of
-from .data import DataError, DataSet
+from .._solver.layer import RevDEQ
+from .data import DataSet
 from .presets import Training
 from .processes import Processes
 
-SETTINGS = ("batch", "autocast", "evaluation_batches")
-"""The fields of `Training` that `evaluate` uses."""
-
 
 class Score(NamedTuple):
-    """The result of `evaluate`.
-
-    Attributes:
-        loss: The mean loss per target.
-        metric: The accuracy, the perplexity, or the data set's own metric. With several classes per example, "solved":
-            the share of examples whose classes are all right.
-        targets: The number of targets.
-        evaluations: The mean number of evaluations of f per example; None for an explicit model.
-        change: The mean of `Solution.change`; None for an explicit model.
-
-    Example:
-        >>> revdeq.training.Score(loss=0.5, metric=0.8, targets=100, evaluations=8.0, change=1e-3).metric
-        0.8
-    """
+    """The result of `evaluate`: means per target, and of the solves, if there are any."""
 
     loss: float
     metric: float
@@ -51,10 +35,11 @@ def evaluate(
         dataset: The data.
         split: One of `dataset.splits`.
         training: Its batch, autocast and evaluation_batches are used.
-        processes: Each evaluates a share of the batches. None is those of torchrun, or this process alone.
+        processes: Each evaluates a share of the batches. None is this process alone.
 
     Returns:
-        A `Score`.
+        A `Score`: the loss, the metric (accuracy, perplexity, or the share of puzzles that are solved), the number of
+        targets, the evaluations of f and the relative change of the last step; None for an explicit model.
 
     Example:
         >>> preset = revdeq.training.configured("prefix-tiny", {"channels": 4, "evaluation_batches": 1})
@@ -64,60 +49,43 @@ def evaluate(
         >>> score.targets  # 32 strings of 16 bits
         512
     """
-    processes = processes or Processes()
-    model.eval()
+    rank, size = (processes.rank, processes.size) if processes else (0, 1)
     sums = torch.zeros(6, dtype=torch.float64)
-    batches = dataset.evaluation(split, training.batch)
-    for batch in itertools.islice(batches, processes.rank, training.evaluation_batches, processes.size):
-        outputs = None
-        try:
-            with torch.autocast(processes.device.type, **autocast(training.autocast)):
-                outputs = model(batch.inputs)
-            loss = loss_of(outputs, batch.targets, "sum").item() + batch.surcharge
-        except (ArithmeticError, IndexError, RuntimeError) as error:
-            doubt = not_finite(batch.inputs, batch.targets)
-            if not doubt and outputs is not None:
-                doubt = out_of_range(outputs, batch.targets)
-            if not doubt:
-                raise
-            raise DataError(f"{split} has bad data: {doubt} ({type(error).__name__}: {error})") from error
+    model.eval()
+    for batch in itertools.islice(dataset.evaluation(split, training.batch), rank, training.evaluation_batches, size):
+        outputs = predicted(model, batch.inputs, training)
         count, examples = batch.targets.numel(), len(batch.targets)
-        found = outputs if batch.targets.is_floating_point() else outputs.argmax(-1)
-        right = (found == batch.targets).reshape(examples, -1).all(1).sum().item()
-        last = last_of(model)
-        nfe, change = (last.nfe, float(last.change)) if last is not None else (math.nan, math.nan)
+        loss = loss_of(outputs, batch.targets, "sum").item() + batch.surcharge
+        right = (outputs.argmax(-1) == batch.targets).reshape(examples, -1).all(1).sum().item()
+        nfe, change, _ = statistics(model)
         sums += torch.tensor([loss, right, count, examples, nfe * count, change * count], dtype=torch.float64)
-    loss, right, count, examples, nfe, change = processes.total(sums).tolist()
+    sums = processes.total(sums) if processes else sums
+    loss, right, count, examples, nfe, change = sums.tolist()
     metric = dataset.metric.of(loss / count, right / examples)
-    explicit = math.isnan(nfe)
-    return Score(
-        loss / count, metric, int(count), None if explicit else nfe / count, None if explicit else change / count
-    )
+    solves = (None, None) if math.isnan(nfe) else (nfe / count, change / count)
+    return Score(loss / count, metric, int(count), *solves)
+
+
+def predicted(model: nn.Module, inputs: Tensor, training: Training) -> Tensor:
+    dtype: Any = training.autocast and getattr(torch, training.autocast)
+    with torch.autocast(inputs.device.type, dtype, enabled=dtype is not None):
+        return model(inputs)
 
 
 def loss_of(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy if the targets are classes, otherwise the squared error."""
-    if targets.is_floating_point():
-        return F.mse_loss(outputs.float(), targets.float(), reduction=reduction)
-    return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten().long(), reduction=reduction)
+    return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten(), reduction=reduction)
 
 
-def not_finite(inputs: Tensor, targets: Tensor) -> str:
-    """NaN or infinity in a batch. Checked only after an error, because some models accept them."""
-    for name, part in (("inputs", inputs), ("targets", targets)):
-        if not bool(part.isfinite().all()):
-            return f"{name} in this batch contain NaN or infinity: clean the data, for example with {name}.isfinite()"
-    return ""
+def equilibria(model: nn.Module) -> list[RevDEQ]:
+    return [layer for layer in model.modules() if isinstance(layer, RevDEQ)]
 
 
-def out_of_range(outputs: Tensor, targets: Tensor) -> str:
-    if targets.is_floating_point() or 0 <= int(targets.min()) <= int(targets.max()) < outputs.shape[-1]:
-        return ""
-    classes, low, high = outputs.shape[-1], int(targets.min()), int(targets.max())
-    range_of = f"targets range from {low} to {high}: they must be 0 to {classes - 1}, without an ignore_index"
-    return f"the model has {classes} classes, and {range_of}"
-
-
-def autocast(dtype: str | None) -> dict[str, Any]:
-    """Arguments of torch.autocast."""
-    return {"enabled": dtype is not None, "dtype": getattr(torch, dtype) if dtype else None}
+def statistics(model: nn.Module) -> tuple[float, Any, float]:
+    """Of the last solve of each equilibrium, the means of: the evaluations of f, the change, which is not waited for,
+    and whether the tol was reached. NaN for an explicit model; the last one also without a tol."""
+    lasts: list[Any] = [layer.last for layer in equilibria(model) if layer.last is not None]
+    if not lasts:
+        return math.nan, math.nan, math.nan
+    reached = [float(torch.as_tensor(last.converged).float().mean()) for last in lasts if last.converged is not None]
+    share = sum(reached) / len(reached) if reached else math.nan
+    return sum(last.nfe for last in lasts) / len(lasts), sum(last.change for last in lasts) / len(lasts), share

@@ -9,85 +9,93 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import revdeq
 from revdeq import kernels
-from revdeq.kernels import Coefficients, backends, cpu, reference
+from revdeq.kernels import backends, cpu, reference
+from revdeq.kernels.half_step import Coefficients
+
+CPU, CUDA, XPU = torch.device("cpu"), torch.device("cuda", 0), torch.device("xpu", 0)
+STEP = Coefficients.rounded(0.8)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered():
+    """Of what was warned about, and of the GPUs that tests pretend to have."""
+    gpu = backends.gpu
+    remembering = [backends._warn, backends._same_bits]
+    if gpu is not None:
+        remembering += [gpu.driver_trouble, gpu.device._first_kernel_trouble]
+    for cached in remembering:
+        cached.cache_clear()
+    yield
+    for cached in remembering:
+        cached.cache_clear()
+
+
+def solve():
+    return revdeq.solve(torch.cos, torch.zeros(3))
 
 
 def test_an_unknown_backend_is_an_error(monkeypatch):
-    with pytest.raises(ValueError, match="backend.name. is 'cuda': expected one of 'triton', 'cpu', .*'reference'"):
-        with kernels.backend("cuda"):
-            pass
+    with (
+        pytest.raises(ValueError, match="backend.name. is 'cuda': expected one of 'triton', 'cpu', .*'reference'"),
+        kernels.backend("cuda"),
+    ):
+        pass
     monkeypatch.setenv("REVDEQ_BACKEND", "c")
     with pytest.raises(ValueError, match="REVDEQ_BACKEND is 'c'"):
-        revdeq.solve(torch.cos, torch.zeros(1))
+        solve()
 
 
-def test_forcing_a_missing_backend_is_an_error(monkeypatch):
+def test_a_missing_c_kernel_warns_once_or_is_an_error_if_it_is_forced(monkeypatch):
     monkeypatch.setattr(cpu, "library", None)
-    assert kernels.half_step_for(torch.device("cpu")) is reference.HalfStep
-    with kernels.backend("cpu"), pytest.raises(RuntimeError, match="was not built: install a C compiler"):
-        revdeq.solve(torch.cos, torch.zeros(1))
-    for trouble, remedy in (("no symbol", "reinstall revdeq"), ("libgomp.so.1: No such file", "libgomp1")):
+    for trouble, why, remedy in (
+        ("", "was not built", "install a C compiler"),
+        ("no symbol", r"cannot be loaded \(no symbol\)", "reinstall revdeq"),
+        ("libgomp.so.1: No such file", r"\(libgomp.so.1: No such file\)", "libgomp1"),
+    ):
         monkeypatch.setattr(cpu, "trouble", trouble)
-        with kernels.backend("cpu"), pytest.raises(RuntimeError, match=rf"\({trouble}\): .*{remedy}"):
-            revdeq.solve(torch.cos, torch.zeros(1))
+        with pytest.warns(RuntimeWarning, match=f"{why}, so PyTorch's own operations run instead.*{remedy}") as told:
+            solve()
+            solve()
+            kernels.relax(torch.zeros(3).double(), torch.ones(3), 0.5)
+        assert len(told) == 1
+        with kernels.backend("cpu"), pytest.raises(RuntimeError, match=f"is forced, but .*{why}: .*{remedy}"):
+            solve()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with kernels.backend("reference"):
+                solve()  # explicitly requested
+
+
+def test_a_forced_backend_must_run_on_the_device(monkeypatch):
     monkeypatch.setattr(cpu, "library", object())
     with kernels.backend("cpu"), pytest.raises(RuntimeError, match="cannot run on meta tensors"):
-        kernels.half_step_for(torch.device("meta"))
-    monkeypatch.setitem(backends.TRITON.states, "float64", None)
+        backends.backend_for(torch.device("meta"))
+    assert backends.backend_for(torch.device("meta")) is backends.REFERENCE
+    monkeypatch.setattr(backends, "gpu", None)
     with kernels.backend("triton"), pytest.raises(RuntimeError, match="Triton is not installed"):
-        revdeq.solve(torch.cos, torch.zeros(1))
+        solve()
 
 
 @pytest.mark.skipif(backends.gpu is None, reason="Triton is not installed")
 def test_forcing_triton_on_the_cpu_is_an_error():
     with kernels.backend("triton"), pytest.raises(RuntimeError, match="cannot run on cpu tensors.*TRITON_INTERPRET"):
-        revdeq.solve(torch.cos, torch.zeros(1))
+        solve()
 
 
 def test_the_environment_forces_a_backend_and_a_context_overrides_it(monkeypatch):
     monkeypatch.setenv("REVDEQ_BACKEND", "reference")
-    assert kernels.half_step_for(torch.device("cpu")) is reference.HalfStep
+    assert backends.backend_for(CPU) is backends.REFERENCE
     monkeypatch.setattr(cpu, "library", object())
     with kernels.backend("cpu"):
-        assert kernels.half_step_for(torch.device("cpu")) is cpu.HalfStep
-
-
-def test_the_reference_steps_states_that_a_backend_lacks(monkeypatch):
-    monkeypatch.setitem(backends.REFERENCE.states, "new", reference)
-    assert kernels.half_step_for(torch.device("cpu"), "new") is reference.HalfStep
-    monkeypatch.setattr(cpu, "library", object())
-    with kernels.backend("cpu"), pytest.raises(RuntimeError, match="it has no new state: use 'reference'"):
-        kernels.half_step_for(torch.device("cpu"), "new")
-
-
-def test_every_backend_says_where_it_runs_and_which_states_it_has():
-    for name, backend in backends.BACKENDS.items():
-        assert backend.name == name and backend.title and backend.repair
-        assert {"float64", "exact"} <= backend.states.keys() <= backends.REFERENCE.states.keys()
-        trouble = backend.trouble_on(torch.device("cpu"))
-        assert trouble is None or (trouble.why and trouble.remedy)
-    assert backends.REFERENCE.trouble_on(torch.device("meta")) is None
-
-
-@pytest.mark.skipif(cpu.library is None, reason="the C kernel was not built: no C compiler")
-@pytest.mark.parametrize("name", ["LANES", "ROWS"])
-def test_a_library_with_other_chunk_sizes_is_rejected(monkeypatch, name):
-    monkeypatch.setattr(cpu, name, 128)
-    with pytest.raises(OSError, match="has chunks of 16 rows of 256 lanes, not"):
-        cpu.load(cpu.library._name)
+        assert backends.backend_for(CPU) is backends.C
 
 
 def test_without_tritons_own_driver_the_reference_runs_on_a_gpu(monkeypatch):
     """Triton builds it with a C compiler on first use, which also fails without a GPU."""
-    gpu = pytest.importorskip("revdeq.kernels.gpu", reason="needs Triton")
+    pytest.importorskip("revdeq.kernels.gpu", reason="needs Triton")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    gpu.driver_trouble.cache_clear()
-    try:
-        trouble = backends.TRITON.trouble_on(torch.device("cuda"))
-        assert "Triton cannot build its driver (" in trouble.why and "python3-dev" in trouble.remedy
-        assert backends.backend_for(torch.device("cuda")) is backends.REFERENCE
-    finally:
-        gpu.driver_trouble.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"Triton cannot build its driver \(.*python3-dev"):
+        assert backends.backend_for(CUDA) is backends.REFERENCE
 
 
 @pytest.fixture
@@ -99,15 +107,9 @@ def a_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("torch.cuda.device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(backends.gpu, "warps", lambda device: 4)
-    for cached in (backends.gpu.driver_trouble, backends.gpu._first_kernel_trouble, backends._say):
-        cached.cache_clear()
-    yield driver
-    for cached in (backends.gpu.driver_trouble, backends.gpu._first_kernel_trouble, backends._say):
-        cached.cache_clear()
-
-
-CUDA = torch.device("cuda", 0)
+    monkeypatch.setattr("revdeq.kernels.gpu.launch.warps", lambda device: 4)
+    monkeypatch.setattr("revdeq.kernels.gpu.device.warps", lambda device: 4)
+    return driver
 
 
 def test_a_kernel_that_does_not_load_warns_once_and_the_reference_runs(monkeypatch, a_gpu):
@@ -119,15 +121,13 @@ def test_a_kernel_that_does_not_load_warns_once_and_the_reference_runs(monkeypat
 
     monkeypatch.setattr(a_gpu, "load_binary", fail)
     with pytest.warns(RuntimeWarning) as told:
-        for _ in range(2):
-            backends.say_once_what_is_missing(CUDA, "float64")
+        assert backends.backend_for(CUDA) is backends.backend_for(CUDA) is backends.REFERENCE
     (warning,) = told
     assert str(warning.message).startswith(
         "Triton cannot compile or load its kernels (RuntimeError: Triton Error [CUDA]: the provided PTX was compiled "
         "with an unsupported toolchain), so PyTorch's own operations run instead"
     )
     assert str(warning.message).endswith("update Triton and the driver of the GPU")
-    assert backends.backend_for(CUDA) is backends.REFERENCE
     assert len(tried) == 1
     with backends.backend("triton"), pytest.raises(RuntimeError, match="is forced, but Triton cannot compile or load"):
         backends.backend_for(CUDA)
@@ -158,16 +158,51 @@ def test_a_first_launch_that_fails_during_graph_capture_names_the_remedy(monkeyp
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(a_gpu, "load_binary", fail)
-    state, copy = torch.zeros(4).double(), torch.zeros(4)
-    half = backends.gpu.HalfStep(state, copy)
+    half = backends.gpu.STATES["float64"](torch.zeros(4).double(), STEP)
     with pytest.raises(RuntimeError, match="operation not permitted"):
-        half.relax(copy, None, Coefficients.rounded(0.5))
-    monkeypatch.setattr("revdeq.kernels.launch.is_capturing", lambda device: True)
-    message = (
-        r"_relax_kernel cannot be compiled or loaded .* \(RuntimeError\): run the captured code once before capturing"
-    )
+        half.relax(torch.zeros(4), None, torch.zeros(4))
+    monkeypatch.setattr("revdeq.kernels.gpu.launch.is_capturing", lambda device: True)
+    message = r"cannot be compiled or loaded .* \(RuntimeError\): run the captured code once before capturing"
     with pytest.raises(RuntimeError, match=message):
-        half.relax(copy, None, Coefficients.rounded(0.5))
+        half.relax(torch.zeros(4), None, torch.zeros(4))
+
+
+class Contracted(reference.HalfStep):
+    """A compiler that rounds a multiply-add once."""
+
+    def _relax(self, f_z, z, copy, partial):
+        super()._relax(f_z, z, copy, partial)
+        self.state.mul_(1 + 2.0**-52)
+
+
+@pytest.mark.parametrize("contracts", [False, True])
+def test_on_intels_gpus_bits_are_compared_before_the_kernels_are_used(monkeypatch, contracts):
+    """Here a CPU tensor stands for one of the GPU, and the reference for Triton's kernels."""
+    compared, results = [], backends._results
+    stand_in = {**backends.REFERENCE.states, "float64": Contracted if contracts else reference.HalfStep}
+
+    class Driver:
+        runs_on = staticmethod(lambda device: True)
+        driver_trouble = kernel_trouble = staticmethod(lambda device: "")
+
+    def on_the_cpu(kind, step, device):
+        compared.append(device)
+        return results(kind, step, CPU)
+
+    monkeypatch.setattr(backends, "gpu", Driver)
+    monkeypatch.setattr(backends, "_results", on_the_cpu)
+    for state, kind in stand_in.items():
+        monkeypatch.setitem(backends.TRITON.states, state, kind)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        chosen = {backends.backend_for(XPU).name for _ in range(3)}
+    assert chosen == ({"reference"} if contracts else {"triton"})
+    assert [str(x.message).partition(",")[0] for x in told] == (
+        ["Triton's kernels compute other bits than PyTorch on this GPU"] if contracts else []
+    )
+    assert compared == [XPU] * 4  # two states in two backends, once
+    backends.backend_for(CUDA)
+    assert len(compared) == 4
 
 
 def test_the_reference_divides_on_every_device():
@@ -182,19 +217,5 @@ def test_the_reference_divides_on_every_device():
 
     state, f = torch.randn(8, dtype=torch.float64), torch.randn(8)
     with Watching():
-        reference.invert(state, f, torch.empty(8), Coefficients.rounded(0.8))
+        reference.HalfStep(state, STEP).invert(f, None, torch.empty(8))
     assert len(divisors) == 1 and isinstance(divisors[0], torch.Tensor) and divisors[0].device == state.device
-
-
-def test_a_missing_c_kernel_warns_once(monkeypatch):
-    monkeypatch.setattr(cpu, "library", None)
-    monkeypatch.setattr(cpu, "trouble", "")
-    backends._say.cache_clear()
-    with pytest.warns(RuntimeWarning, match="the C kernel was not built, so PyTorch's own operations run instead"):
-        revdeq.solve(torch.cos, torch.zeros(3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        revdeq.solve(torch.cos, torch.zeros(3))  # once
-        backends._say.cache_clear()
-        with revdeq.kernels.backend("reference"):
-            revdeq.solve(torch.cos, torch.zeros(3))  # explicitly requested

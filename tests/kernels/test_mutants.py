@@ -14,6 +14,7 @@ def test_each_bug_replaces_text_that_occurs_once(bug):
     for old, new in bug.edits:
         assert text.count(old) == 1 and new != old
         text = text.replace(old, new)
+    assert not bug.file.endswith(".py") or compile(text, bug.file, "exec")
 
 
 def test_the_names_of_bugs_are_unique():

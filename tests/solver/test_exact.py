@@ -8,7 +8,7 @@ from torch import nn
 
 import revdeq
 from revdeq.baselines import stored_graph
-from revdeq.kernels import Radix
+from revdeq.kernels.radix import Radix
 from revdeq.models import ConvBlock, TransformerBlock
 
 pytestmark = pytest.mark.usefixtures("on_device")

@@ -522,6 +522,13 @@ def test_solves_in_two_threads():
     assert all(torch.equal(a, b) for pair in zip(found, expected, strict=True) for a, b in zip(*pair, strict=True))
 
 
+def test_saved_tensor_hooks_around_a_solve_do_not_see_its_tensors():
+    f = network()
+    with saved_tensors_hooks(lambda x: x.half(), lambda x: x):
+        solution = solve(f, torch.ones(3, D))
+    agree(gradients(solution, f), gradients(reference(f, torch.ones(3, D)), f))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_around_and_inside(reentrant):
     f, found = nn.Sequential(linear(), nn.Tanh(), nn.Dropout(0.3)), []

@@ -180,3 +180,11 @@ def test_an_output_that_is_not_dense_leaves_the_state_as_it_is(device, copies):
     assert len(copies) == 6
     solution.z.sum().backward()
     assert x.grad.isfinite().all().item()
+
+
+def test_dropout_has_one_mask_though_f_returns_another_layout_than_that_of_z0(device):
+    """It is drawn in the order of the memory: the state keeps the layout of z0."""
+    torch.manual_seed(0)
+    f = lambda z: nn.functional.dropout(0 * z + 1).contiguous(memory_format=CHANNELS_LAST)  # noqa: E731
+    z = revdeq.solve(f, torch.zeros(2, 3, 4, 4, device=device), max_steps=3).z
+    assert len(z.unique()) == 2

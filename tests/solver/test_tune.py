@@ -179,6 +179,16 @@ def test_a_layer_takes_what_tune_finds_or_stays_as_it_was():
     assert deq.options == before
 
 
+@pytest.mark.parametrize("pair", [(0.75, 1.25), (0.0, 0.0)], ids=["tuned", "not tuned"])
+def test_a_layer_that_was_saved_by_0_3_loads(pair):
+    layer = revdeq.RevDEQ(nn.Linear(2, 2), state="exact")
+    saved = {"coefficients": torch.tensor([pair]), **layer.f.state_dict(prefix="f.")}
+    layer.load_state_dict(saved)
+    assert (layer.beta, layer.gamma, layer.state) == (*(pair if pair[0] else (0.5, 1.0)), "exact")
+    with pytest.raises(ValueError, match="saved with a schedule"):
+        layer.load_state_dict({**saved, "coefficients": torch.ones(5, 2)})
+
+
 def test_a_plot(tmp_path):
     pytest.importorskip("matplotlib")
     f, x = blocks()["conv"]

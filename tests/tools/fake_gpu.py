@@ -20,6 +20,7 @@ backward passes, and only if this module is imported before the first backward p
 """
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections import Counter
@@ -379,7 +380,7 @@ _library.impl("empty_strided", _empty_strided, "PrivateUse1")
 def emulated(name="sm_90"):
     """Context manager: the emulator executes Triton kernels on tensors of this device as that GPU would."""
     from emulator import emulating
-    from gpu_targets import TARGETS, Loaded, missing
+    from gpu_targets import TARGETS, missing
 
     if missing:
         pytest.skip(missing)
@@ -401,18 +402,19 @@ def emulated(name="sm_90"):
         class OnRawMemory:
             """A compiled kernel, which is loaded on one device."""
 
-            function, packed_metadata = Loaded.function, Loaded.packed_metadata
-
             def __init__(self, loaded):
                 self.loaded, self.index = loaded, driver.current_device()
 
-            def run(self, *args):
+            def __getitem__(self, grid):
                 if self.index != driver.current_device():
                     raise RuntimeError(f"a kernel of {NAME}:{self.index} on {NAME}:{driver.current_device()}")
+                return functools.partial(self.call, self.loaded[grid])
+
+            def call(self, launch, *args):
                 driver.cached_launches += 1
-                given = *args[:9], *noted(self.loaded.kernel, args[9:])
-                self.loaded.run(*given)
-                driver.record(lambda: self.loaded.run(*given))
+                given = noted(self.loaded.kernel, args)
+                launch(*given)
+                driver.record(lambda: launch(*given))
 
         def on_raw_memory(kernel, *args, **kwargs):
             if driver._graph is not None:
@@ -420,7 +422,7 @@ def emulated(name="sm_90"):
             return OnRawMemory(run(kernel, *noted(kernel, args), **kwargs))
 
         patch.setattr(JITFunction, "run", on_raw_memory)
-        patch.setattr(triton.runtime.driver.active, "get_current_device", driver.current_device, raising=False)
+        patch.setattr(triton.runtime.driver.active, "get_current_device", driver.current_device)
         patch.setattr(gpu, "runs_on", lambda device: device.type == NAME or runs_on(device))
         with backend("triton"):
             yield

@@ -104,8 +104,8 @@ END = -1
 
 
 def successors(index, places, code):
-    """The indices of the instructions that may follow. Calls return, unless the code contains no RET: then they are
-    jumps. A wavefront always has an active lane."""
+    """The indices of the instructions that may follow. A call of code that ends with EXIT is a jump. A wavefront always
+    has an active lane."""
     it, following = code[index], index + 1
     if it.opcode.startswith("EXIT"):
         return [END, following] if it.guarded else [END]
@@ -115,9 +115,11 @@ def successors(index, places, code):
         *conditions, target = it.operands.split(", ")
         there = places[int(target.strip(" `()"), 16)]
         return [there, following] if it.guarded or conditions else [there]
-    if it.opcode.startswith("CALL.REL") and not any(other.opcode.startswith("RET") for other in code):
+    if it.opcode.startswith("CALL.REL"):
         there = places[int(it.operands.strip(" `()"), 16)]
-        return [there, following] if it.guarded else [there]
+        end = next(other for other in code[there:] if other.opcode.startswith(("EXIT", "RET")) and not other.guarded)
+        if end.opcode.startswith("EXIT"):
+            return [there, following] if it.guarded else [there]
     if it.opcode in ("s_branch", "s_cbranch_execnz"):
         return [places[it.operands]]
     if it.opcode.startswith("s_cbranch") and it.opcode != "s_cbranch_execz":

@@ -4,10 +4,10 @@ them to the GPU is only recorded."""
 import collections
 
 import triton
-from gpu_targets import ACTIVE, TARGETS
+from gpu_targets import TARGETS
 from triton.runtime.jit import JITFunction
 
-from revdeq.kernels import gpu, gpu_exact, launch
+from revdeq.kernels.gpu import exact, float64, launch
 
 
 class Driver:
@@ -42,10 +42,11 @@ class Driver:
 def stub(patch):
     """Send launches on CPU tensors to the returned driver. `patch` is pytest's MonkeyPatch."""
     driver = Driver()
-    patch.setattr(triton.runtime.driver, ACTIVE, driver)
+    patch.setattr(triton.runtime.driver, "_active", driver)
     patch.setattr(launch, "_compiled", {})
     patch.setattr(launch, "is_known", lambda kernel, device: True)
-    for kernel in (*vars(gpu).values(), *vars(gpu_exact).values()):
+    patch.setattr(launch, "warps", lambda device: 4)
+    for kernel in (*vars(float64).values(), *vars(exact).values()):
         if isinstance(kernel, JITFunction):
             patch.setattr(kernel, "device_caches", collections.defaultdict(kernel.create_binder))
     return driver

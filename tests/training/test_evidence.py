@@ -1,11 +1,13 @@
 """bench/evidence.py: which trainings to run, which rows are refused, and that the page says what the rows say."""
 
 import argparse
+import sys
 
 import evidence
 import pytest
 import torch
 
+from revdeq import __main__
 from revdeq.models import count_parameters
 from revdeq.training.presets import PRESETS
 
@@ -58,12 +60,19 @@ def test_stale_rows_are_refused(change, tmp_path):
         evidence.Rows(tmp_path)
 
 
+def run_here(monkeypatch, words):
+    monkeypatch.setattr(sys, "argv", ["revdeq", *words])
+    assert __main__.main() == 0
+
+
 def test_a_study_is_trained_and_measured(monkeypatch, tmp_path):
     settings = {"channels": 4, "batch": 100, "log_every": 1, "evaluate_every": 2}
     variants = {"few": {"max_steps": 2}, "explicit": {"model": "puzzle-net", "depth": 2}}
     study = evidence.Study("prefix-tiny", 2, settings, variants, (1e-3,), size="bits", sizes=(4, 6), depths=(2, 3))
     monkeypatch.setitem(evidence.STUDIES, "tiny", study)
     monkeypatch.setattr(evidence, "PROBED", 50)
+    # In this process: what the command does has other tests.
+    monkeypatch.setattr(evidence.subprocess, "run", lambda words, **_: run_here(monkeypatch, words[3:]))
     given = {"results": tmp_path, "runs": tmp_path / "runs", "data": None, "seeds": 1, "jobs": 1, "updates": None}
     evidence.train_all(argparse.Namespace(**given, label=""), ["tiny"])
     rows = evidence.Rows(tmp_path)

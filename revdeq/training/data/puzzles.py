@@ -11,64 +11,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dataset import SOLVED, Batch
+from .dataset import SOLVED, Batch, DataSet
 from .files import DataError
 
-EPOCH = 10_000
-"""Puzzles per epoch (the supply is unlimited)."""
-
-EVALUATED = {"valid": 500, "test": 500}
-"""Puzzles per split."""
+EVALUATED = 500
+"""Puzzles per split. In training, their number is unlimited."""
 
 
-class Puzzles:
+class Puzzles(DataSet):
     """Base class. A puzzle is solved if every position is right."""
 
-    metric = SOLVED
-    splits: tuple[str, ...] = ("valid", "test")
-    validation = "valid"
-    size = EPOCH
-    unit: str
-    units: int
-    features: int
-    dimensions: int
-    device = torch.device("cpu")
-
-    def describe(self) -> str:
-        raise NotImplementedError
+    metric, size = SOLVED, 10_000
 
     def made(self, count: int, generator: torch.Generator, training: bool = False) -> tuple[Tensor, Tensor]:
         """Inputs (count, features, positions ...) and targets (count, positions ...)."""
         raise NotImplementedError
 
-    @property
-    def shapes(self) -> dict[str, Any]:
-        return {"features": self.features, "dimensions": self.dimensions}
-
-    def to(self, device: torch.device) -> "Puzzles":
-        self.device = device
-        return self
-
-    def order(self, generator: torch.Generator) -> Tensor:
-        return torch.arange(self.size)
-
     def batch(self, indices: Tensor, generator: torch.Generator) -> Batch:
-        return self._batch(len(indices), generator, training=True)
-
-    def _batch(self, count: int, generator: torch.Generator, training: bool) -> Batch:
-        inputs, targets = self.made(count, generator, training)
+        inputs, targets = self.made(len(indices), generator, training=True)
         return Batch(inputs.to(self.device), targets.to(self.device))
 
     def evaluation(self, split: str, batch: int) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(self.splits.index(split))
-        left = EVALUATED[split]
-        while left:
-            count = min(batch, left)
-            yield self._batch(count, generator, training=False)
-            left -= count
-
-    def saved(self) -> None:
-        return None
+        for done in range(0, EVALUATED, batch):
+            inputs, targets = self.made(min(batch, EVALUATED - done), generator)
+            yield Batch(inputs.to(self.device), targets.to(self.device))
 
 
 class PrefixSums(Puzzles):
@@ -76,20 +43,13 @@ class PrefixSums(Puzzles):
 
     Args:
         bits: The length of a string.
-
-    Example:
-        >>> puzzles = revdeq.training.data.PrefixSums(bits=8)
-        >>> puzzles.batch(torch.arange(2), torch.Generator()).inputs.shape
-        torch.Size([2, 1, 8])
     """
 
-    unit, features, dimensions = "bits", 1, 1
+    unit = "bits"
 
     def __init__(self, bits: int = 16) -> None:
-        self.bits = self.units = checked("bits", bits)
-
-    def describe(self) -> str:
-        return f"prefix sums modulo 2 of {self.bits} bits, made on the fly"
+        self.bits = checked("bits", bits)
+        self.shapes = {"features": 1, "dimensions": 1}
 
     def made(self, count: int, generator: torch.Generator, training: bool = False) -> tuple[Tensor, Tensor]:
         bits = torch.randint(2, (count, self.bits), generator=generator)
@@ -106,27 +66,18 @@ class Mazes(Puzzles):
         cells: k.
         longest_of: In training, the longest of this many random paths is used, because long paths are rare in small
             mazes but needed to generalize to larger ones. Evaluations use one random path.
-
-    Example:
-        >>> puzzles = revdeq.training.data.Mazes(cells=4)
-        >>> puzzles.batch(torch.arange(2), torch.Generator()).inputs.shape
-        torch.Size([2, 3, 9, 9])
     """
 
-    unit, features, dimensions = "pixels", 3, 2
+    unit = "pixels"
 
     def __init__(self, cells: int = 4, longest_of: int = 1) -> None:
         self.cells, self.longest_of = checked("cells", cells), checked("longest_of", longest_of, least=1)
-        self.units = (2 * cells + 1) ** 2
-
-    def describe(self) -> str:
-        return f"mazes of {self.cells} x {self.cells} cells, made on the fly"
+        self.shapes = {"features": 3, "dimensions": 2}
 
     def made(self, count: int, generator: torch.Generator, training: bool = False) -> tuple[Tensor, Tensor]:
-        draw, tries = random.Random(int(torch.randint(2**62, (), generator=generator))), self.longest_of
+        draw = random.Random(int(torch.randint(2**62, (), generator=generator)))
         free = torch.tensor([carved(self.cells, draw) for _ in range(count)], dtype=torch.float32)
-        if not training:
-            tries = 1
+        tries = self.longest_of if training else 1
         free = free.repeat_interleave(tries, 0)
         ends = torch.zeros(count * tries, 2, *free.shape[1:])
         for maze in range(count * tries):
@@ -171,6 +122,6 @@ def path(free: Tensor, ends: Tensor) -> Tensor:
 
 
 def checked(name: str, value: Any, least: int = 2) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if type(value) is not int or value < least:
         raise DataError(f"{name}={value!r}: it must be an integer of at least {least}")
     return value

@@ -10,6 +10,7 @@ from .arithmetic import bfloat16_to_float32, float32_to_bfloat16, fma, to_intege
 from .parse import EmulationError, Instruction, address, elements
 
 DTYPES = {"pred": np.dtype(bool), "bf16": np.dtype("u2"), "f32x2": np.dtype("u8")}
+DTYPES |= {"f16x2": np.dtype("u4"), "bf16x2": np.dtype("u4")}
 DTYPES |= {
     f"{kind}{8 * size}": np.dtype(f"{code}{size}")
     for kind, code in {"b": "u", "u": "u", "s": "i", "f": "f"}.items()
@@ -68,6 +69,7 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     r"neg\.(s32|s64)": np.negative,
     r"abs\.(f16|f32|f64)": np.abs,
     r"abs\.(bf16)": lambda x: x & np.uint16(0x7FFF),
+    r"abs\.(f16x2|bf16x2)": lambda x: x & np.uint32(0x7FFF7FFF),
     r"add\.(s32|s64)": np.add,
     r"sub\.(s32|s64)": np.subtract,
     r"mul\.lo\.(s32|s64)": np.multiply,
@@ -239,7 +241,7 @@ CONTROL = ("bra", "bra.uni", "ret")
 """Control flow, which machine.py implements."""
 
 ACTIONS: dict[str, Callable] = {
-    r"ld\.param\.([bsu]32|[bsu]64|f32)": _load_parameter,
+    r"ld\.param\.([bsuf]32|[bsuf]64)": _load_parameter,
     r"ld\.global(?:\.v([248]))?\.(b16|b32|b64)": _load,
     r"st\.global(?:\.v([248]))?\.(b16|b32|b64)": _store,
     r"mov\.([bu]16|[bu]32|[bu]64|pred)": _move,

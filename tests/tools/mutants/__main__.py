@@ -5,8 +5,8 @@
 
 Writes to results.md in this folder which test notices each bug, and fails if one goes unnoticed without an explanation.
 Bugs in C and in the wrapper are noticed by tests that `make test` runs; those in Triton's kernels by an emulator, by
-budgets of machine code, or by an interpreter. A result holds until the file of the bug or that of the test changes, so
-that an interrupted run resumes.
+budgets of machine code, or by an interpreter. Tests that noticed similar bugs come first, and then fast ones. A result
+holds until the file of the bug or that of the test changes, so that an interrupted run resumes.
 """
 
 import argparse
@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,31 +39,13 @@ INTERPRETED = {
     "kernels/gpu/exact.py": ["tests/solver/test_exact.py", "-k", "triton and (every or alarm)"],
 }
 
-WRAPPER = (
-    "solve check options gradient steps per_example f exact tune layouts trace memory torchdeq gpu_host properties "
-    "distributed"
-)
-FIRST = {
-    "check.py": "check",
-    "implicit.py": "gradient",
-    "layer.py": "options tune",
-    "loop.py": "options",
-    "options.py": "options",
-    "per_example.py": "per_example",
-    "precision.py": "exact",
-    "repeatable.py": "f",
-    "tune.py": "tune",
-    "unrolled.py": "trace f",
-    "verify.py": "check",
-}
-"""The tests of the wrapper, tests/solver/test_*.py, the fastest first, and those of a file's subject before them."""
+WRAPPER = sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("tests/solver/test_*.py"))
 
 
 def suites(file: str) -> list[list[str]]:
-    """The tests that may notice a bug in this file, the fastest first. Budgets are checked on one GPU."""
+    """The tests that may notice a bug in this file. Budgets are checked on one GPU."""
     if file.startswith("revdeq/"):
-        names = dict.fromkeys(f"{FIRST.get(Path(file).name, '')} {WRAPPER}".split())
-        return [[f"tests/solver/test_{name}.py" for name in names]]
+        return [WRAPPER]
     if file.startswith("kernels/cpu/"):
         return [["tests/kernels/test_kernels.py", "tests/solver/test_exact.py", "tests/kernels/test_backends.py"]]
     return [
@@ -161,12 +145,17 @@ def build(where: Path) -> bool:
     return bool(libraries) and all(library.exists() for library in libraries)
 
 
-def first_failure(arguments: list[str], where: Path) -> str | None:
-    """The file and the name of the first test that fails, or None."""
-    environment = {**os.environ, "PYTHONPATH": str(where / "package"), "OMP_NUM_THREADS": "1"}
+def first_failure(arguments: list[str], where: Path, first: Sequence[str] = ()) -> str | None:
+    """The file and the name of the first test that fails, or None. `first` are the names of tests to begin with."""
+    paths = os.pathsep.join(map(str, (where / "package", where / "tests/tools/mutants")))
+    order = {"MUTANTS_FIRST": " ".join(first), "MUTANTS_DURATIONS": str(REPOSITORY / ".venv/durations.json")}
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **order}
     limit = ["-o", "faulthandler_timeout=240", "-o", "faulthandler_exit_on_timeout=true"]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *limit, *arguments]
-    result = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "order", *limit, *arguments]
+    try:
+        result = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=1800)
+    except subprocess.TimeoutExpired:
+        return "timeout"
     if result.returncode == 0:
         return None
     if result.returncode < 0:
@@ -177,23 +166,22 @@ def first_failure(arguments: list[str], where: Path) -> str | None:
         return name[1]
     if "ImportError while loading conftest" in result.stderr:
         return "import revdeq"
-    raise SystemExit(f"{' '.join(command)} did not run:\n{result.stdout}{result.stderr}")
+    raise SystemExit(f"{' '.join(arguments)} did not run:\n{result.stdout}{result.stderr}")
 
 
-def notice(bug: Bug, before: str) -> Noticed:
-    """Find the test that notices the bug. The test that did before comes first."""
+def notice(bug: Bug, results: dict[str, Noticed]) -> Noticed:
+    """Find the test that notices the bug: the one that did before, or one that noticed others in this file, or any."""
     start, by = time.perf_counter(), None
-    file, _, test = before.partition("::")
-    again = [[before if x == file else x for x in some if x == file or "test_" not in x] for some in suites(bug.file)
-             if file in some and f"def {test}(" in (REPOSITORY / file).read_text()]  # fmt: skip
+    similar = Counter(row.by for row in results.values() if row.file == bug.file)
+    similar[results[bug.name].by if bug.name in results else ""] += 999
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         copy_repository(where)
         (where / "package/revdeq" / bug.file.removeprefix("revdeq/")).write_text(mutated(bug))
         if bug.file.endswith((".c", ".h")) and not build(where):
             raise SystemExit(f"{bug.name} does not compile")
-        for arguments in [*again, *suites(bug.file)]:
-            by = by or first_failure(arguments, where)
+        for arguments in suites(bug.file):
+            by = by or first_failure(arguments, where, [name for name, _ in similar.most_common()])
     by = by or UNNOTICED
     return Noticed(bug.name, bug.file, by, time.perf_counter() - start, fingerprint(bug, by))
 
@@ -218,7 +206,7 @@ def main() -> int:
     left = [bug for bug in bugs if bug.name not in results or results[bug.name] != current[bug.name]]
     check_without_bugs(left)
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for row in pool.map(lambda bug: notice(bug, results[bug.name].by if bug.name in results else ""), left):
+        for row in pool.map(lambda bug: notice(bug, earlier()), left):
             print(row, flush=True)
             write({**earlier(), row.name: row})
     results = earlier()
