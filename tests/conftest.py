@@ -2,9 +2,7 @@ import dataclasses
 import importlib
 import importlib.util
 import os
-import random
 import sys
-import time
 from types import ModuleType
 
 # Some virtual machines report AMX without supporting it, and a bfloat16 product then crashes the process.
@@ -94,34 +92,6 @@ SLOWLY_SIMULATED = {
 """Only run with `pytest -m full`. The others take half a minute together."""
 
 
-SAMPLE = "REVDEQ_SAMPLE"
-"""The environment variable with the seed for drawing cases of the emulator. The default is today's date."""
-
-
-def pytest_addoption(parser):
-    parser.addoption(
-        "--sample",
-        type=int,
-        default=10,
-        help="how many of the emulator's cases marked `full` are drawn at random and run by default",
-    )
-
-
-def pytest_configure(config):
-    os.environ.setdefault(SAMPLE, time.strftime("%Y%m%d"))  # the same for workers that start after midnight
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Draw the sample, unless `full` tests are selected. Cases named on the command line are always run."""
-    if config.option.markexpr != "not full":
-        return
-    further = [x for x in items if x.path.name == "test_emulated_kernels.py" and x.get_closest_marker("full")]
-    for item in random.Random(int(os.environ[SAMPLE])).sample(further, min(config.option.sample, len(further))):
-        for node in item.listchain():
-            node.own_markers = [mark for mark in node.own_markers if mark.name != "full"]
-
-
 NO_FAKE_GPU: str | None = None
 try:  # here, because devices must be registered before the first backward pass of the process
     importlib.import_module("fake_gpu")
@@ -153,20 +123,6 @@ def simulated(request):
         yield True
     synchronize(fake_gpu.DEVICE)
     settle()
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    """Report the random sample, and the cost of kernels that were compiled for an H100."""
-    emulated = any("test_emulated" in getattr(x, "nodeid", "") for xs in terminalreporter.stats.values() for x in xs)
-    if emulated and config.option.sample and config.option.markexpr == "not full":
-        terminalreporter.write_line(
-            f"further cases of the emulator: {config.option.sample}, {SAMPLE}={os.environ[SAMPLE]}"
-        )
-    budgets = sys.modules.get("budgets")
-    if lines := budgets.summary("sm_90") if budgets else []:
-        terminalreporter.section("kernels on an H100 (sm_90), per element of a full block, from their machine code")
-        for line in lines:
-            terminalreporter.write_line(line)
 
 
 def interpreted_gpu_package() -> ModuleType:

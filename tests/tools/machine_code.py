@@ -5,7 +5,6 @@ The path of a full block is the one with a 16-byte load and the fewest accesses.
 may be several rows if the compiler unrolled it.
 """
 
-import dataclasses
 import functools
 import heapq
 import re
@@ -41,19 +40,6 @@ class Instruction:
     def float64(self):
         """Whether it is float64 arithmetic or a conversion."""
         return bool(re.match(r"D(ADD|MUL|FMA|SETP|MNMX)|[A-Z0-9]+\.(.*\.)?F64|MUFU\.\w+64|v_\w*f64", self.opcode))
-
-    @property
-    def conversion(self):
-        """Whether it is a conversion from or to 64 bits, which is slow on some GPUs."""
-        return bool(re.match(r"(F2F|F2I|I2F)\S*64|v_cvt\w*f64", self.opcode))
-
-    @property
-    def integer(self):
-        """Whether NVIDIA's integer units execute it, which handle fewer instructions per cycle than are issued: it is
-        neither floating-point arithmetic, nor an integer multiplication, nor an access."""
-        return bool(
-            re.match(r"(IADD|ISETP|IMNMX|IABS|LOP|SHF|SEL|LEA|PRMT|VI|FSETP|FSEL|FMNMX|I2FP|BMSK|SGXT)", self.opcode)
-        )
 
     @property
     def fused(self):
@@ -159,83 +145,45 @@ def _unrolled(way):
     return indices[::-1]
 
 
-def executed(kernel, passes):
-    """The instructions that a thread executes for a full block, with this many passes through its loop."""
-    places, code = disassembled(text_of(kernel))
-    way = full_block(places, code)
-    back = [(there, i) for i in range(len(code)) for there in successors(i, places, code) if there in way and there < i]
-    if back:  # the path may leave the loop before the jump back
-        ((begin, end),) = back
-        loop = [i for i in way if begin <= i <= end]
-        way = [i for i in way if i < begin] + passes * loop + [i for i in way if i > end]
-    elif passes != 1:
-        raise ValueError(f"passes = {passes}, but the kernel has no loop")
-    return [code[i] for i in way]
-
-
 @dataclass(frozen=True)
 class Statistics:
     """registers: per thread (AMD: vector registers). spilled: spilled registers or bytes. shared: bytes of shared
     memory. barriers: barriers and accesses to shared memory.
-    accesses: {("load" or "store", bytes): count} of a thread in a full block. masked: those under a predicate.
-    float64, fused: float64 instructions and multiply-adds of a thread in a full block."""
+    accesses: {("load" or "store", bytes): count} of a thread in a full block. float64, fused: its float64 instructions
+    and multiply-adds."""
 
     registers: int
     spilled: int
     shared: int
     barriers: int
     accesses: Counter
-    masked: Counter
     float64: int
     fused: int
-
-    def within(self, budget):
-        """Whether it is within a budget. There may be fewer registers and masked accesses; all else must be equal."""
-        rest = dataclasses.replace(self, registers=budget.registers, masked=budget.masked)
-        return rest == budget and self.registers <= budget.registers and self.masked <= budget.masked
-
-    def against(self, budget):
-        """A table that compares it with a budget."""
-        lines = [f"{'':12}{'budget':>64}{'measured':>64}"]
-        for field in dataclasses.fields(self):
-            allowed, found = getattr(budget, field.name), getattr(self, field.name)
-            mark = "" if (field.name in ("registers", "masked") and found <= allowed) or found == allowed else "  <--"
-            lines.append(f"{field.name:12}{_in_words(allowed):>64}{_in_words(found):>64}{mark}")
-        return lines
-
-
-def _in_words(value):
-    if not isinstance(value, Counter):
-        return str(value)
-    return ", ".join(f"{count} {kind}s of {width}" for (kind, width), count in sorted(value.items())) or "none"
 
 
 def statistics(kernel):
     text = text_of(kernel)
     places, code = disassembled(text)
     path = [code[i] for i in full_block(places, code)]
-    accesses = [(it.access, it.guarded) for it in path if it.access]
-    registers, spilled = (_amd_resources if "amdgcn" in kernel.asm else _nvidia_resources)(text, code)
+    registers, spilled = resources(text)
     return Statistics(
         registers,
         spilled,
         kernel.metadata.shared,
         sum(bool(re.match(r"BAR|LDS|STS|s_barrier|ds_", it.opcode)) for it in code),
-        Counter(access for access, guarded in accesses if not guarded),
-        Counter(access for access, guarded in accesses if guarded),
+        Counter(it.access for it in path if it.access),
         sum(it.float64 for it in path),
         sum(it.fused for it in path),
     )
 
 
-def _nvidia_resources(text, code):
-    registers, stack, local = (int(re.search(rf"\b{name}:(\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL"))
-    return registers, stack + local + sum(it.opcode.startswith(("LDL", "STL")) for it in code)
-
-
-def _amd_resources(text, code):
-    def metadata(name):
-        return int(re.search(rf"\.{name}: +(\d+)", text)[1])
-
-    names = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
-    return metadata("vgpr_count"), sum(map(metadata, names)) + sum(it.opcode.startswith("scratch_") for it in code)
+def resources(text):
+    """The registers per thread, and the spilled registers or bytes."""
+    _, code = disassembled(text)
+    spills = sum(it.opcode.startswith(("LDL", "STL", "scratch_")) for it in code)
+    if "amdgcn" in text:
+        names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+        registers, *spilled = (int(re.search(rf"\.{name}: +(\d+)", text)[1]) for name in names)
+    else:
+        registers, *spilled = (int(re.search(rf"\b{name}:(\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL"))
+    return registers, sum(spilled) + spills

@@ -33,11 +33,9 @@ UNNOTICED = "nothing"
 
 ALL = (*BUGS, *DRAWN)
 
-INTERPRETED = {
-    "kernels/gpu/float64.py": ["tests/kernels/test_kernels.py", "-k", "triton and (every_pair or every_beta)"],
-    "kernels/gpu/passes.py": ["tests/kernels/test_kernels.py", "-k", "triton and (every_pair or every_beta)"],
-    "kernels/gpu/exact.py": ["tests/solver/test_exact.py", "-k", "triton and (every or alarm)"],
-}
+FLOAT64 = ["tests/kernels/test_kernels.py", "-k", "triton and (every_pair or every_beta)"]
+EXACT = ["tests/solver/test_exact.py", "-k", "triton and (every or alarm)"]
+INTERPRETED = {"float64.py": FLOAT64, "memory.py": FLOAT64, "exact.py": EXACT, "integers.py": EXACT}
 
 WRAPPER = sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("tests/solver/test_*.py"))
 
@@ -50,9 +48,9 @@ def suites(file: str) -> list[list[str]]:
         return [["tests/kernels/test_kernels.py", "tests/solver/test_exact.py", "tests/kernels/test_backends.py"]]
     return [
         *([["tests/kernels/test_launch.py"]] if file == "kernels/gpu/launch.py" else []),
-        ["tests/kernels/test_emulated_kernels.py", "--sample", "0"],
+        ["tests/kernels/test_emulated_kernels.py"],
         ["tests/kernels/test_gpu_code.py", "-k", "sm_90 or not (sm_ or gfx)"],
-        *([INTERPRETED[file]] if file in INTERPRETED else []),
+        *([INTERPRETED[Path(file).name]] if Path(file).name in INTERPRETED else []),
     ]
 
 
@@ -170,17 +168,18 @@ def first_failure(arguments: list[str], where: Path, first: Sequence[str] = ()) 
 
 
 def notice(bug: Bug, results: dict[str, Noticed]) -> Noticed:
-    """Find the test that notices the bug: the one that did before, or one that noticed others in this file, or any."""
-    start, by = time.perf_counter(), None
-    similar = Counter(row.by for row in results.values() if row.file == bug.file)
-    similar[results[bug.name].by if bug.name in results else ""] += 999
+    """Find the test that notices the bug: in the file that did before, or else in all of them."""
+    start, by, before = time.perf_counter(), None, results[bug.name].by if bug.name in results else ""
+    similar = Counter(row.by for row in results.values() if row.file == bug.file) + Counter({before: 999})
+    file, every = before.partition("::")[0], suites(bug.file)
+    again = [[x for x in some if x == file or not x.startswith("tests/")] for some in every if file in some]
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         copy_repository(where)
         (where / "package/revdeq" / bug.file.removeprefix("revdeq/")).write_text(mutated(bug))
         if bug.file.endswith((".c", ".h")) and not build(where):
             raise SystemExit(f"{bug.name} does not compile")
-        for arguments in suites(bug.file):
+        for arguments in [*again, *every]:
             by = by or first_failure(arguments, where, [name for name, _ in similar.most_common()])
     by = by or UNNOTICED
     return Noticed(bug.name, bug.file, by, time.perf_counter() - start, fingerprint(bug, by))
