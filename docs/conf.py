@@ -10,6 +10,7 @@ html_theme, html_title = "furo", f"revdeq {version}"
 myst_enable_extensions, myst_heading_anchors = ["attrs_inline"], 3
 intersphinx_mapping = {"torch": ("https://docs.pytorch.org/docs/stable/", (None, "torch.inv"))}
 autodoc_member_order, autodoc_typehints, default_role = "bysource", "none", "code"
+smartquotes = False  # options are strings
 
 PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="(.+?)">\s*<img alt="(.+?)" src="(.+?)">\s*</picture>')
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_structure
 
-from .iteration import Iteration, graph_is_kept, relative_change
+from .iteration import Iteration, graph_is_kept, relative_change, uncompiled
 from .precision import precision_for
 from .repeatable import Repeatable
 from .state import State, dense
@@ -39,7 +39,7 @@ class FixedPoint(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return tuple(x.detach() for x in values)
 
-    @staticmethod
+    @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         iteration, given, size = ctx.iteration, ctx.given, len(ctx.given)
         if torch.is_grad_enabled():

@@ -12,7 +12,7 @@ everything that f depends on.
 
 import collections
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -247,6 +247,17 @@ def graph_is_kept() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def uncompiled(backward: Callable[..., Any]) -> Any:
+    """Decorator of the backward pass of a node: a compiled training step, too, repeats f as it ran, uncompiled."""
+
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(backward)(ctx, *grads)
+        return backward(ctx, *grads)
+
+    return staticmethod(run)
+
+
 class HalfStep(torch.autograd.Function):
     """Half-step k in the graph. What f read is among its inputs, so that the engine visits the nodes in order, whatever
     f depends on; but the adjoints are beside the graph, and no gradient flows there, except to z0."""
@@ -259,7 +270,7 @@ class HalfStep(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return tuple(iteration.advance(evaluation.k, tensors[:size], tensors[size : 2 * size], norms))
 
-    @staticmethod
+    @uncompiled
     def backward(ctx: Any, *products: Tensor | None) -> tuple[Any, ...]:
         iteration, evaluation, size = ctx.iteration, ctx.evaluation, len(products)
         now = iteration.backward_pass()
@@ -286,7 +297,7 @@ class Result(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return tuple([x.detach() for x in states])
 
-    @staticmethod
+    @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         iteration, k = ctx.iteration, ctx.k
         iteration.backward_pass().enter(k, grads)

@@ -111,7 +111,7 @@ class RevDEQ(nn.Module):
         if not is_traced(solution.z):  # it would contain a tensor of the tracer
             s = solution
             self.last = Last(s.steps, s.nfe, s.converged, s.state, s.adjoint, s.norms)
-        return solution.z
+        return (solution.z, solution.aux) if self.aux else solution.z
 
     def steps(
         self, x: Any, *args: Any, z0: Any = None, y0: Any = None, max_steps: int | None = None, **kwargs: Any

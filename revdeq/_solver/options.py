@@ -3,7 +3,6 @@
 import difflib
 import functools
 import math
-import sys
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, TypedDict
@@ -138,6 +137,10 @@ def options_from(keywords: Any) -> Options:
         return Options(**keywords)
 
 
+SMALLEST = 2.0**-60
+"""Of beta and gamma, so that float32 can represent their product."""
+
+
 def _is_number(x: Any) -> bool:
     return isinstance(x, Real) and not isinstance(x, bool)
 
@@ -150,7 +153,7 @@ def _check_pair(beta: Any, gamma: Any) -> None:
     for name, value, most, text in (("beta", beta, 2, "(0, 2) and not 1"), ("gamma", gamma, 3, "(0, 3]")):
         if not _is_number(value):
             raise TypeError(f"{name} = {value!r} must be a number in {text}")
-        if not 0 < value <= most or not sys.float_info.min < value:
+        if not SMALLEST <= value <= most:
             raise ValueError(f"{name} = {value!r} must be in {text}; revdeq.tune finds a good one")
     if beta == 2 or Coefficients.rounded(beta, gamma).a == 0:
         raise ValueError(

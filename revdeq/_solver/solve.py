@@ -269,5 +269,5 @@ def _break_the_graph() -> None:
 _break_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
 _break_the_graph._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     "a solve of revdeq cannot be part of a compiled graph: compile f, f.compile() or torch.compile(f), and the model "
-    "around it without fullgraph=True"
+    "around it without fullgraph=True, or export it with strict=False"
 )

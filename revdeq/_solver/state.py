@@ -28,10 +28,10 @@ def flattened_state(z0: Any, name: str = "z0") -> tuple[State, TreeSpec]:
     if not leaves or not all(isinstance(x, Tensor) for x in leaves):
         raise TypeError(f"{name} = {z0!r} must be a tensor, or a tuple, list or dict of tensors")
     for x in leaves:
-        if problem := _problem(x):
-            raise TypeError(f"{name} contains {problem}")
         if x.device != leaves[0].device or x.device.type in ("meta", "mps"):
             raise ValueError(f"{name} is on {x.device}: use one device, the CPU or a GPU")
+        if problem := _problem(x):
+            raise TypeError(f"{name} contains {problem}")
     # Autograd cannot save inference tensors, but copies of them.
     copies = torch.is_grad_enabled()
     return [x.clone() if copies and x.is_inference() else x.resolve_neg() for x in leaves], spec

@@ -84,6 +84,12 @@ def test_a_loss_on_aux_alone_and_a_nested_aux():
     assert aux["count"] == 2 * N
 
 
+def test_a_layer_returns_aux_beside_z():
+    deq, x = revdeq.RevDEQ(lambda z, x: (torch.tanh(0.5 * z + x), z.sum()), aux=True), torch.ones(2, 3)
+    solution = revdeq.solve(deq.f, torch.zeros(2, 3), x, aux=True)
+    assert all(map(torch.equal, deq(x), (solution.z, solution.aux)))
+
+
 def test_a_different_module_in_every_evaluation_some_without_gradients():
     torch.manual_seed(0)
     layers, (z0, x) = nn.ModuleList(nn.Linear(D, D) for _ in range(2 * N + 2)), inputs()
