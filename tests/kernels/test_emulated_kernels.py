@@ -13,11 +13,9 @@ import pytest
 import torch
 from emulator import emulating
 from gpu_targets import TARGETS, skip_without_the_compiler
-from torch import nn
 
 skip_without_the_compiler()
 
-import revdeq  # noqa: E402
 from revdeq.kernels import gpu, half_step, reference, reference_exact  # noqa: E402
 from revdeq.kernels.gpu import exact, float64, integers, launch  # noqa: E402
 from revdeq.kernels.half_step import LANES, Coefficients, wide  # noqa: E402
@@ -325,23 +323,3 @@ def test_ptx_raises_the_alarm_for_a_state_that_leaves_its_range():
     with emulated():
         h.relax(torch.full((1500,), 127.0), None, torch.zeros(1500))
     assert (h.alarm.view(torch.float32) == 127.0).all(), "every lane, from more than one program"
-
-
-def solve(**settings):
-    torch.manual_seed(0)
-    f = nn.Sequential(nn.Linear(61, 61), nn.Tanh())
-    x = torch.randn(70, 61, requires_grad=True)
-    solution = revdeq.solve(lambda z, x: f(z) + x, torch.zeros(70, 61), x, beta=0.8, check="raise", **settings)
-    solution.z.square().sum().backward()
-    return [solution.y, solution.z, x.grad, *(p.grad for p in f.parameters())], solution.steps
-
-
-@pytest.mark.parametrize("state", REFERENCES)
-@pytest.mark.parametrize("tol", [None, 1e-2])
-def test_a_whole_solve_and_its_gradient_in_ptx_have_the_bits_of_the_cpu(state, tol):
-    settings = {"state": state, "tol": tol, "max_steps": 6 if tol else 4}
-    expected, steps = solve(**settings)
-    with emulated(), revdeq.kernels.backend("triton"):
-        results, steps_there = solve(**settings)
-    assert steps_there == steps
-    same_bits(results, expected)

@@ -90,6 +90,8 @@ def launching(target, launch):
 class NoDevice:
     """What is called of Triton's driver before a compiled kernel. CPU tensors have no index."""
 
+    utils = None
+
     def get_current_device(self):
         return None
 

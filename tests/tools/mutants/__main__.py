@@ -33,10 +33,6 @@ UNNOTICED = "nothing"
 
 ALL = (*BUGS, *DRAWN)
 
-FLOAT64 = ["tests/kernels/test_kernels.py", "-k", "triton and (every_pair or every_beta)"]
-EXACT = ["tests/solver/test_exact.py", "-k", "triton and (every or alarm)"]
-INTERPRETED = {"float64.py": FLOAT64, "memory.py": FLOAT64, "exact.py": EXACT, "integers.py": EXACT}
-
 WRAPPER = sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("tests/solver/test_*.py"))
 
 
@@ -45,12 +41,12 @@ def suites(file: str) -> list[list[str]]:
     if file.startswith("revdeq/"):
         return [WRAPPER]
     if file.startswith("kernels/cpu/"):
-        return [["tests/kernels/test_kernels.py", "tests/solver/test_exact.py", "tests/kernels/test_backends.py"]]
+        return [["tests/kernels/test_kernels.py", "tests/solver/test_exact.py", "-k", "not triton"]]
     return [
         *([["tests/kernels/test_launch.py"]] if file == "kernels/gpu/launch.py" else []),
-        ["tests/kernels/test_emulated_kernels.py"],
+        ["tests/kernels/test_emulated_kernels.py", "--sample", "0"],
         ["tests/kernels/test_gpu_code.py", "-k", "sm_90 or not (sm_ or gfx)"],
-        *([INTERPRETED[Path(file).name]] if Path(file).name in INTERPRETED else []),
+        ["tests/kernels/test_kernels.py", "-k", "triton"],
     ]
 
 
