@@ -153,17 +153,12 @@ def test_each_tensor_of_a_state_has_its_own_layout(device, copies, state):
 def test_strides_of_dimensions_of_size_1_are_ignored(device, copies):
     f, parameters = conv(device)
     x = torch.randn(8, 4, 1, 1).to(device).requires_grad_()
-    seen = []
 
-    def watched(z, x):
-        out = f(z, x).as_strided((8, 4, 1, 1), (4, 1, 7, 9))  # the same places
-        seen.append(z.stride())
-        return out
+    def elsewhere(z, x):
+        return f(z, x).as_strided((8, 4, 1, 1), (4, 1, 7, 9))  # the same places
 
-    z0 = torch.zeros(8, 4, 1, 1, device=device)
-    gradients(watched, z0, x, parameters)
+    gradients(elsewhere, torch.zeros(8, 4, 1, 1, device=device), x, parameters)
     assert not copies
-    assert set(seen) == {z0.stride()}
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1, 1), (3, 0)])
