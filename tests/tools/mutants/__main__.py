@@ -30,10 +30,9 @@ from typing import ClassVar
 
 import pytest
 import torch  # noqa: F401
-from bugs import BUGS, EQUIVALENT, GONE, Bug
+from bugs import BUGS, EQUIVALENT, GONE, REPOSITORY, Bug
 from drawn import DRAWN
 
-REPOSITORY = Path(__file__).parents[3]
 RESULTS = Path(__file__).parent / "results.md"
 DURATIONS = REPOSITORY / ".venv/durations.json"
 UNNOTICED = "nothing"
@@ -78,21 +77,11 @@ class Noticed:
         return f"| {name} | {self.file} | {self.by} | {self.seconds:.0f} | {self.key} |"
 
 
-def mutated(bug: Bug) -> str:
-    """The text of its file with the bug."""
-    text = (REPOSITORY / bug.file).read_text()
-    for old, new in bug.edits:
-        if text.count(old) != 1:
-            raise SystemExit(f"{bug.name}: expected once in {bug.file}, but found {text.count(old)} times:\n{old}")
-        text = text.replace(old, new)
-    return text
-
-
 def fingerprint(bug: Bug, by: str) -> str:
     """Of the file with the bug, and of the test that noticed it; without one, of all tests."""
     test = REPOSITORY / by.partition("::")[0]
     tests = [test] if test.is_file() else sorted(REPOSITORY.glob("tests/[ks]*/test_*.py"))
-    return hashlib.sha256("".join([mutated(bug), *(x.read_text() for x in tests)]).encode()).hexdigest()[:12]
+    return hashlib.sha256("".join([bug.text(), *(x.read_text() for x in tests)]).encode()).hexdigest()[:12]
 
 
 def earlier() -> dict[str, Noticed]:
@@ -221,7 +210,7 @@ def notice(bug: Bug, where: Path, results: dict[str, Noticed]) -> Noticed:
     """Find the test that notices the bug: the one that did before, or else one of all."""
     start, sys.dont_write_bytecode = time.perf_counter(), True
     similar = [x for x, _ in Counter(row.by for row in results.values() if row.file == bug.file).most_common()]
-    (where / bug.file).write_text(mutated(bug))
+    (where / bug.file).write_text(bug.text())
     if bug.file.endswith((".c", ".h")):
         build(where)
     by = fails_alone(results[bug.name].by, bug, where) if bug.name in results else None
