@@ -1,6 +1,9 @@
 """The bugs: what is wrong, a file, and replacements of its text. Each replaced text occurs once in its file."""
 
 from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -8,6 +11,15 @@ class Bug:
     name: str
     file: str
     edits: tuple[tuple[str, str], ...]
+
+    def text(self) -> str:
+        """That of the file with the bug."""
+        text = (REPOSITORY / self.file).read_text()
+        for old, new in self.edits:
+            if text.count(old) != 1:
+                raise ValueError(f"{self.name}: {old!r} occurs {text.count(old)} times in {self.file}")
+            text = text.replace(old, new)
+        return text
 
 
 def bugs(folder: str, *rows: tuple[str, ...]) -> tuple[Bug, ...]:
@@ -167,10 +179,10 @@ C = bugs(
     ("NaN becomes infinity in bfloat16", "common.h", "? 0x7FC0u :", "? 0x7F80u :"),
     ("the last chunk is left out if it is not full", "common.h", "chunks = (n + size - 1) / size;",
      "chunks = n / size;"),
-    ("the adjoint of the other state is weighted with b", "common.h", "(REAL)h->c * ((const REAL *)other)",
-     "(REAL)h->b * ((const REAL *)other)"),
-    ("a seed of a float64 adjoint takes its float32 bits", "common.h", "if (c->seed && wide == F64)",
-     "if (c->seed && wide < F64)"),
+    ("the adjoint of the other state is weighted with b", "common.h", "(REAL)c * ((const REAL *)other)",
+     "(REAL)b * ((const REAL *)other)"),
+    ("a seed of a float64 adjoint takes its float32 bits", "common.h", "CONSTANT(W, wide,",
+     "CONSTANT(W, F32,"),
     ("an error is relative to the element without a floor", "common.h", "float_of(size > least ? size : least)",
      "float_of(size)"),
     ("the inverse adds what the half-step added", "float64.c",
@@ -202,8 +214,8 @@ TRITON = bugs(
     ("wrong sign of the other adjoint", "float64.py", "after += c * memory", "after -= c * memory"),
     ("wrong bit mask", "float64.py", "& 0x7FFFFFFF", "& 0x7FFFFFFE"),
     ("no floor", "float64.py", "tl.maximum(magnitude_bits(y), floor.to(tl.int32, bitcast=True))", "magnitude_bits(y)"),
-    ("wrong offset of blocks", "memory.py", ".to(tl.int64) * SIZE", ".to(tl.int64) * (SIZE - 2)"),
-    ("state not stored", "float64.py", "    memory.store(p_y, after, o, m)\n", ""),
+    ("wrong offset of blocks", "memory.py", "* ROWS + row) * SIZE", "* ROWS + row) * (SIZE - 2)"),
+    ("state not stored", "float64.py", "        memory.store(p_y, after, o, m)\n", ""),
     ("copy not stored", "float64.py", "    memory.store(p_copy, before, o, m)\n", ""),
     ("sums of all chunks in one place", "memory.py", "(index * chunks + chunk) * LANES", "index * chunks * LANES"),
     ("a row of a chunk left out", "float64.py", "tl.float64)\n    for row in tl.range(ROWS)",
@@ -211,11 +223,9 @@ TRITON = bugs(
     ("a row of a chunk added twice", "float64.py", "squares += after * after",
      "squares += after * after * tl.where(row == 1, 2.0, 1.0)"),
     ("rows of a chunk added in another order", "float64.py",
-     "tl.float64)\n    for row in tl.range(ROWS):\n        first = memory.first(ROWS * LANES) + row * LANES",
-     "tl.float64)\n"
-     "    for row in tl.range(ROWS):\n"
-     "        first = memory.first(ROWS * LANES) + (ROWS - 1 - row) * LANES"),
-    ("maximum of the last row only", "float64.py", "maxima = tl.maximum(maxima, bits)", "maxima = bits"),
+     "SIZE, row, ROWS)\n        y = memory", "SIZE, ROWS - 1 - row, ROWS)\n        y = memory"),
+    ("maximum of the last row only", "float64.py", "tl.maximum(maxima, ratio_bits(before - initial, y, floor))",
+     "ratio_bits(before - initial, y, floor)"),
     ("weights swapped", "float64.py", "after = a * adjoint + b * vjp", "after = b * adjoint + a * vjp"),
     ("seed not stored", "float64.py", "            memory.store(p_seed, after, o, m)\n", "            pass\n"),
     ("f in float32", "float64.py", "b * memory.load(p_f, o, m).to(tl.float64)",
@@ -229,7 +239,7 @@ TRITON = bugs(
      "(after - y).to(tl.int32).to(tl.float32)"),
     ("wrong range of the state", "exact.py", "(after >= -2147483648) & (after < 2147483648)",
      "(after >= -4294967296) & (after < 4294967296)"),
-    ("remainder kept after a spill", "exact.py", "r if p_spill is None else r * 0", "r"),
+    ("remainder kept after a spill", "exact.py", "            r = r * 0\n", ""),
     ("remainder without its top bit", "exact.py", "memory.load(p_spill, o, m).to(tl.int64) & 0xFFFFFFFF",
      "memory.load(p_spill, o, m).to(tl.int64) & 0x7FFFFFFF"),
     ("reciprocal too small", "integers.py", "return 2**31 // n + 1", "return 2**31 // n"),
@@ -239,27 +249,29 @@ TRITON = bugs(
     ("alarm in another lane", "exact.py", "memory.offsets(SIZE) % LANES", "memory.offsets(SIZE) % (LANES // 2)"),
     ("floor off by one", "integers.py", "after - 17179869184,", "after - 17179869183,"),
     ("initial state loaded without its mask", "exact.py", "memory.load(p_initial, o, m)",
-     "memory.load(p_initial, o, None)"),
+     "tl.load(p_initial + o)"),
     ("contraction, in both states", "launch.py", "enable_fp_fusion=False", "enable_fp_fusion=True"),
     ("extreme quotients not divided", "float64.py", "%exponent_${:uid}, 1922;", "%exponent_${:uid}, 4294967295;"),
-    ("32-bit offset", "memory.py", "tl.program_id(0).to(tl.int64) * SIZE", "tl.program_id(0) * SIZE"),
-    ("f loaded without its mask", "float64.py", "memory.load(p_f, o, m)", "memory.load(p_f, o, None)"),
-    ("vjp loaded without its mask", "float64.py", "memory.load(p_vjp, o, m)", "memory.load(p_vjp, o, None)"),
+    ("32-bit offset", "memory.py", "tl.program_id(0).to(tl.int64) * ROWS", "tl.program_id(0) * ROWS"),
+    ("f loaded without its mask", "float64.py", "memory.load(p_f, o, m)", "tl.load(p_f + o)"),
+    ("vjp loaded without its mask", "float64.py", "memory.load(p_vjp, o, m)", "tl.load(p_vjp + o)"),
     ("range of f checked before rounding", "integers.py", "fits = whole <", "fits = size <"),
     ("stored twice, first by a neighbouring thread", "memory.py", "    tl.store(p_x + o, x",
-     "    if m is None:\n        tl.store(p_x + (o ^ 2), x.to(p_x.dtype.element_ty))\n    tl.store(p_x + o, x"),
+     "    tl.store(p_x + (o ^ 2), x.to(p_x.dtype.element_ty), mask=m)\n    tl.store(p_x + o, x"),
     ("stored twice, first by the program before", "float64.py",
-     "    changes, squares = tl.full((LANES,), 0, tl.float64), tl.full((LANES,), 0, tl.float64)\n",
-     "    later = memory.first(ROWS * LANES) + ROWS * LANES + memory.offsets(LANES)\n"
-     "    memory.store(p_copy, later.to(tl.float64), later, later < n)\n"
-     "    changes, squares = tl.full((LANES,), 0, tl.float64), tl.full((LANES,), 0, tl.float64)\n"),
+     "    changes, squares = tl.full((SIZE,), 0, tl.float64), tl.full((SIZE,), 0, tl.float64)\n",
+     "    later, m = memory.block(n, EVEN, SIZE, ROWS, ROWS)\n"
+     "    memory.store(p_copy, later.to(tl.float64), later, m)\n"
+     "    changes, squares = tl.full((SIZE,), 0, tl.float64), tl.full((SIZE,), 0, tl.float64)\n"),
     ("half as many threads", "launch.py", "THREADS = LANES // 2", "THREADS = LANES // 4"),
     ("twice as many threads", "launch.py", "THREADS = LANES // 2", "THREADS = LANES"),
-    ("unnecessary barrier", "float64.py", "    before = _previous(", "    tl.debug_barrier()\n    before = _previous("),
+    ("unnecessary barrier", "float64.py", "    memory.store(p_y, before",
+     "    tl.debug_barrier()\n    memory.store(p_y, before"),
     ("division instruction always used", "float64.py", "if IN_PTX:", "if False:"),
     ("kernel compiled for each beta", "float64.py", "a: tl.float64, b: tl.float64, c: tl.float64,\n    ROWS",
      "a: tl.constexpr, b: tl.constexpr, c: tl.constexpr,\n    ROWS"),
-    ("full blocks masked", "float64.py", "if first + BLOCK <= n:", "if first < 0:"),
+    ("neighbours masked apart", "memory.py", "if EVEN:", "if False:"),
+    ("odd number of elements taken for an even one", "memory.py", "if EVEN:", "if True:"),
     ("small blocks in large states", "launch.py", "LANES if n < SMALL else block", "LANES"),
     ("large blocks in small states", "launch.py", "LANES if n < SMALL else block", "block"),
     ("float64 for the exact state", "exact.py", "(after - y).to(tl.float32) * UNIT",
@@ -276,6 +288,7 @@ TRITON = bugs(
 BUGS = (*WRAPPER, *C, *TRITON)
 
 GONE = (
+    "full blocks masked: all blocks are, but two neighbours have one mask",
     "alarm in another half-step: a state has one alarm",
     "cache ignores the number of warps: it follows from the device",
     "cache ignores 64-bit numbers: the number of elements is always one",

@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from bugs import Bug
+from bugs import REPOSITORY, Bug
 
-REPOSITORY = Path(__file__).parents[3]
 SEED, COUNT = 41, 40
 
 OPPOSITES = [(ast.Lt, ast.GtE), (ast.Gt, ast.LtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)]
