@@ -162,12 +162,12 @@ def _bound(fake: bool, y: Tensor, beta: float, gamma: float, dtype: Any, used: I
 
 
 LIBRARY = Library("revdeq", "DEF")
-STEP = "float beta, float gamma=1.0, Tensor? z=None"
+STATE, STEP = "Tensor(a!) y, Tensor f_z", "float beta, float gamma=1.0, Tensor? z=None"
 for schema, function in (
-    (f"relax(Tensor(a!) y, Tensor f_z, {STEP}, *, ScalarType? dtype=None) -> Tensor", partial(_step, "relax")),
-    (f"invert(Tensor(a!) y, Tensor f_z, {STEP}, *, ScalarType? dtype=None) -> Tensor", partial(_step, "invert")),
+    (f"relax({STATE}, {STEP}, *, ScalarType? dtype=None) -> Tensor", partial(_step, "relax")),
+    (f"invert({STATE}, {STEP}, *, ScalarType? dtype=None) -> Tensor", partial(_step, "invert")),
     (
-        f"invert_adjoint(Tensor(a!) y, Tensor f_z, Tensor(b!) adjoint, Tensor vjp, {STEP}, Tensor? other=None, "
+        f"invert_adjoint({STATE}, Tensor(b!) adjoint, Tensor vjp, {STEP}, Tensor? other=None, "
         "*, ScalarType? dtype=None) -> (Tensor, Tensor)",
         _step_adjoint,
     ),

@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -46,17 +47,14 @@ def test_an_unknown_backend_is_an_error(monkeypatch):
 
 
 def test_a_missing_c_kernel_warns_once_or_is_an_error_if_it_is_forced(monkeypatch):
-    def spec(name):
-        if problem:
-            raise OSError(problem)
-
-    monkeypatch.setattr("importlib.util.find_spec", spec)
     for problem, why, remedy in (
-        ("", "was not built", "install a C compiler"),
-        ("no symbol", r"cannot be loaded \(no symbol\)", "reinstall revdeq"),
-        ("libgomp.so.1: No such file", r"\(libgomp.so.1: No such file\)", "libgomp1"),
+        (None, "was not built", "install a C compiler"),
+        (OSError("no symbol"), r"cannot be loaded \(no symbol\)", "reinstall revdeq"),
+        (OSError("libgomp.so.1: No such file"), r"\(libgomp.so.1: No such file\)", "libgomp1"),
     ):
-        library, trouble = cpu.found()
+        with monkeypatch.context() as patch:
+            patch.setattr("importlib.util.find_spec", mock.Mock(return_value=None, side_effect=problem))
+            library, trouble = cpu.found()
         monkeypatch.setattr(cpu, "library", library)
         monkeypatch.setattr(cpu, "trouble", trouble)
         with pytest.warns(RuntimeWarning, match=f"{why}, so PyTorch's own operations run instead.*{remedy}") as told:
