@@ -46,29 +46,31 @@ class BackwardPass:
 
     def enter(self, k: int, grads: Gradients) -> None:
         """Take the gradient of a loss with respect to the result of half-step k."""
-        grads = self._entering[k] = [None if g is None else dense(g, g) for g in grads]
-        if self._check is not None and self._adjoints is None:
-            self._statistics.last = [*self._statistics.last, *_norms(grads)]
+        self._entering[k] = grads
 
     def at_half_step(self, evaluation: Evaluation, products: Gradients) -> Gradients:
         """Take the gradient with respect to the result of half-step k that came through the next evaluation of f. Return
         that with respect to f's outputs."""
-        k, entering = evaluation.k, self._entering.pop(evaluation.k, ())
+        k = evaluation.k
+        entering = self._entering.pop(k, None)
         if self._adjoints is not None:
             if self._at != k + 2:
                 raise RuntimeError(PASSED)
             seeds = self._undo(k + 1, products)
             self._evaluate(evaluation)
-            if any(g is not None for g in entering):
+            if entering is not None:
                 seeds = self._add(k, entering)
-        elif all(g is None for g in (*entering, *products)):
+        elif all(g is None for g in (*products, *(entering or ()))):
             return products
         else:  # here the gradient begins
             self.reach(evaluation)
             self._adjoints = tuple([torch.zeros_like(x, dtype=_wide(x)) for x in self._read] for _ in range(2))
-            for grads in (products, entering):
-                seeds = self._add(k, grads)
-        if k == 0:
+            seeds = self._add(k, products)
+            if entering is not None:
+                seeds = self._add(k, entering)
+            if self._check:
+                self._statistics.last = _norms((*products, *(entering or ()), *sum(self._entering.values(), ())))
+        if k == 0 and self._check and self._maxima:
             self._compare_start()
         return seeds
 
@@ -101,7 +103,7 @@ class BackwardPass:
     def _add(self, k: int, grads: Gradients) -> State:
         """Add a gradient to the adjoint of the result of half-step k. Return the seeds."""
         assert self._adjoints is not None and self._outputs is not None
-        for adjoint, g in zip(self._adjoints[k % 2], grads, strict=False):
+        for adjoint, g in zip(self._adjoints[k % 2], grads, strict=True):
             if g is not None:
                 adjoint.add_(dense(g, g), alpha=self._step.b)
         # In their own memory: a hook or custom function in f may modify its gradient in place.
@@ -135,7 +137,7 @@ class BackwardPass:
             out, x = self._outputs[i], self._read[i]
             seeds.append(torch.empty_like(mine[i], dtype=out.dtype))
             adjoints = mine[i], dense(products[i], x), other[i], seeds[i]
-            if k == 1 and self._check is not None:
+            if k == 1 and self._check:
                 self._maxima.append(half_step.invert_compare(out, x, self._z0[i], self._floors[i], *adjoints))
             else:
                 half_step.invert_adjoint(out, x, x, *adjoints)
@@ -152,13 +154,9 @@ class BackwardPass:
 
     def _compare_start(self) -> None:
         """At the first half-step, check the reconstruction of y0; that of z0 was checked before."""
-        if self._check is None or not self._maxima:
-            return
-        assert self._outputs is not None and self._adjoints is not None
-        for h, out, x, y, floor in zip(
-            self._half_steps[0], self._outputs, self._read, self._y0, self._floors, strict=True
-        ):
-            self._maxima.append(h.invert_compare(out, x, y, floor))
+        assert self._check is not None and self._outputs is not None and self._adjoints is not None
+        given = self._half_steps[0], self._outputs, self._read, self._y0, self._floors
+        self._maxima += [h.invert_compare(out, x, y, floor) for h, out, x, y, floor in zip(*given, strict=True)]
         statistics = self._statistics
         statistics.first, statistics.b = _norms([*self._adjoints[0], *self._adjoints[1]]), abs(self._step.b)
         self._check.judge(self._maxima, self._norms, statistics)
@@ -171,7 +169,7 @@ PASSED = (
 
 
 def _norms(xs: Gradients) -> State:
-    return [torch.linalg.vector_norm(x) for x in xs if x is not None]
+    return [torch.linalg.vector_norm(dense(x, x)) for x in xs if x is not None]
 
 
 def _wide(x: Tensor) -> torch.dtype:

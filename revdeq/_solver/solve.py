@@ -124,7 +124,7 @@ def _solve(f: Any, z0: Any, args: tuple[Any, ...], y0: Any, kwargs: Any, keyword
     for y, z, aux in iteration.run(z, y):  # noqa: B007, B020
         pass
     is_implicit = options.gradient == "implicit" and torch.is_grad_enabled()
-    y, z = with_implicit_gradient(iteration, y, z) if is_implicit else iteration.results(y, z)
+    y, z = with_implicit_gradient(iteration, y, z) if is_implicit else (iteration.result_of(2 * iteration.steps - 2, y), z)
     if iteration.check is not None and options.tol is not None and iteration.converged is True:
         iteration.check.judge_gap(_distance(y, z).item(), options.tol)
     return _solution(iteration, y, z, aux, spec)
@@ -171,7 +171,8 @@ def steps(
                 if (each := next(run, None)) is None:
                     return
                 y, z, aux = each
-                solution = _solution(iteration, *iteration.results(y, z), aux, spec)
+                k = 2 * iteration.steps
+                solution = _solution(iteration, iteration.result_of(k - 2, y), iteration.result_of(k - 1, z), aux, spec)
             versions = [x._version for x in (*y, *z) if not x.is_inference()]
             yield solution
             if versions != [x._version for x in (*y, *z) if not x.is_inference()]:
