@@ -74,7 +74,7 @@ def _unrolled(
         return flattened_like(f(structured(state, spec), *args), state, spec)
 
     step = Coefficients.rounded(options.beta, options.gamma)
-    return structured(unrolled(called, z, z, step, options.max_steps, **around)[1], spec)
+    return structured(unrolled(called, z, z, step, options, **around)[1], spec)
 
 
 class Found(NamedTuple):
@@ -125,7 +125,7 @@ class Anderson(RevDEQ):
 
         kind, calls = x.device.type, 0
         start = torch.zeros_like(x, requires_grad=False) if z0 is None else z0
-        run = Repeatable(self.f, [start], tree_structure(start), (x,), {}, indexed=False, has_aux=False)
+        run = Repeatable(self.f, [start], tree_structure(start), (x,))
         autocast = functools.partial(
             torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         )

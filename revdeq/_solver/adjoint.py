@@ -49,8 +49,8 @@ class BackwardPass:
         self._entering[k] = grads
 
     def at_half_step(self, evaluation: Evaluation, products: Gradients) -> Gradients:
-        """Take the gradient with respect to the result of half-step k that came through the next evaluation of f. Return
-        that with respect to f's outputs."""
+        """Take the gradient of the result of half-step k that came through the next evaluation of f. Return that of f's
+        outputs."""
         k = evaluation.k
         entering = self._entering.pop(k, None)
         if self._adjoints is not None:

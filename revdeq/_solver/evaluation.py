@@ -1,9 +1,9 @@
 """One evaluation of f in autograd's graph, without the tensors that it saves.
 
 Autograd keeps the graph of every evaluation, but a saved-tensor hook puts the tensors beside it, and they are dropped
-when the evaluation ends. In the backward pass f is evaluated again and saves the same tensors in the same order, and the
-nodes of the graph find them there. torch.utils.checkpoint does the same, but stores the input, which is reconstructed
-here.
+when the evaluation ends. In the backward pass f is evaluated again and saves the same tensors in the same order, and
+the nodes of the graph find them there. torch.utils.checkpoint does the same, but stores the input, which is
+reconstructed here.
 """
 
 from typing import TYPE_CHECKING
@@ -68,9 +68,9 @@ class Evaluation(dict[int, Tensor]):
             saved.clear()
         if self._count not in (-1, len(self)):
             raise RuntimeError(
-                f"f does not return the same when it is called again: in evaluation {self.k + 1} it saved {self._count} "
-                f"tensors for the backward pass, and {len(self)} when it was repeated (a cache that its first evaluation "
-                "fills? state inside f? parametrize.cached around the forward pass only?)"
+                "f does not return the same when it is called again (a cache that its first evaluation fills? state "
+                f"inside f? parametrize.cached around the forward pass only?): evaluation {self.k + 1} saved "
+                f"{self._count} tensors for the backward pass, and {len(self)} when it was repeated"
             )
         return outputs
 

@@ -58,13 +58,13 @@ class FixedPoint(torch.autograd.Function):
 
         # The same iteration, without a graph. No step is inverted, so the states are float64.
         options = replace(iteration.options, gradient="exact", check=None, state="float64", indexed=False)
-        f = Repeatable(mapped, g, tree_structure(g), (), {}, indexed=False, has_aux=False)
+        f = Repeatable(mapped, g, tree_structure(g))
         adjoint = Iteration(f, g, g, precision_for(options, g[0].device), options, None)
         norm = torch.stack([x.norm() for x in g]).norm()
         u = g
         with torch.no_grad():
             try:
-                for _, u, _ in adjoint.run(g, g):
+                for _, u, _ in adjoint.run(g, g):  # noqa: B007
                     pass
             except FloatingPointError:
                 if norm.isfinite():

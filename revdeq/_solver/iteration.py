@@ -1,6 +1,6 @@
 """The reversible iteration as a part of autograd's graph.
 
-From y_0 = z_0 and with a = 1 - beta, b = beta gamma and c = beta (1 - gamma) (equation 5 of the paper, where gamma = 1):
+From y_0 = z_0 and with a = 1 - beta, b = beta gamma, c = beta (1 - gamma) (equation 5 of the paper, where gamma = 1):
 
     y_{n+1} = a y_n + b f(z_n) + c z_n        z_{n+1} = a z_n + b f(y_{n+1}) + c y_{n+1}
 
@@ -41,8 +41,8 @@ class Iteration:
     """One solve: the states y and z, and what the backward pass needs to invert their steps. It refers to no graph.
 
     half_steps: those of y and z, each with its state, until a backward pass uses them up. steps: the number of steps
-    taken. norms: the squared 2-norms of the last change of z and of z. converged: whether tol was reached. last: without a
-    graph of the iteration, the input and output of the last evaluation.
+    taken. norms: the squared 2-norms of the last change of z and of z. converged: whether tol was reached. last: the
+    input and output of the last evaluation, if the iteration has no graph.
     """
 
     norms: Tensor
@@ -110,7 +110,7 @@ class Iteration:
         return list(half_step(self, evaluation, norms, len(read), *read, *outputs, *(own if k == 0 else ())))
 
     def _without_graph(self, k: int, read: State, norms: bool) -> State:
-        """f always runs in the caller's grad mode, because it may differentiate, or choose another algorithm without."""
+        """f runs in the caller's grad mode, because it may differentiate, or choose another algorithm without."""
         self.last, has_grad = (), torch.is_grad_enabled()
         given = [x.detach().requires_grad_(has_grad) for x in read]
         outputs = self.f(given, k)
@@ -218,8 +218,8 @@ class Iteration:
             (not self.half_steps, "Trying to backward through a solve a second time, but its states were used up: call "
              "the first backward with retain_graph=True"),
             (changed, "one of the variables needed for gradient computation has been modified by an inplace operation: "
-             f"z0, or a tensor that f uses, of shape {[tuple(x.shape) for x in changed]}, was changed between the forward "
-             "and the backward pass (by an optimizer step?), so the gradient would be that of a different f"),
+             f"z0, or a tensor that f uses, of shape {[tuple(x.shape) for x in changed]}, was changed between the "
+             "forward and the backward pass (by an optimizer step?), so the gradient would be that of another f"),
         ):  # fmt: skip
             if is_wrong:
                 raise RuntimeError(text)
@@ -272,7 +272,8 @@ class HalfStep(torch.autograd.Function):
 
 class Result(torch.autograd.Function):
     """The result of half-step k as the caller gets it. The gradient of a loss enters here, beside that which comes
-    through later evaluations of f: added to it, it would be rounded to the dtype of z0. The last z needs no such node."""
+    through later evaluations of f: added to it, it would be rounded to the dtype of z0. The last z needs no such
+    node."""
 
     @staticmethod
     def forward(ctx: Any, iteration: Iteration, k: int, *states: Tensor) -> tuple[Tensor, ...]:
