@@ -1,6 +1,9 @@
 """The bugs: what is wrong, a file, and replacements of its text. Each replaced text occurs once in its file."""
 
 from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -8,6 +11,15 @@ class Bug:
     name: str
     file: str
     edits: tuple[tuple[str, str], ...]
+
+    def text(self) -> str:
+        """That of the file with the bug."""
+        text = (REPOSITORY / self.file).read_text()
+        for old, new in self.edits:
+            if text.count(old) != 1:
+                raise ValueError(f"{self.name}: {old!r} occurs {text.count(old)} times in {self.file}")
+            text = text.replace(old, new)
+        return text
 
 
 def bugs(folder: str, *rows: tuple[str, ...]) -> tuple[Bug, ...]:
