@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..kernels.half_step import wide
 from .check import typical_magnitude
 from .evaluation import Evaluation
 from .state import State, dense
@@ -26,7 +27,8 @@ Gradients = Sequence[Tensor | None]
 class BackwardPass:
     """One backward pass through an iteration.
 
-    half_steps: those of y and z. The last half-step that is not yet inverted is at - 1, and it read `read`.
+    half_steps: those of y and z. The last one that is not yet inverted is at - 1, and it read `read`. evaluation: which
+    was repeated last, with its outputs. adjoints: those of y and z, once there is a gradient.
     """
 
     def __init__(self, iteration: "Iteration", half_steps: Sequence[list[Any]]) -> None:
@@ -35,9 +37,9 @@ class BackwardPass:
         self._z0, self._y0, self._norms = iteration.z0, iteration.y0, iteration.norms
         self._read = [h.decoded(x.dtype).requires_grad_() for h, x in zip(half_steps[0], self._z0, strict=True)]
         self._context = self._f.as_in_forward()  # read once: it does not change within a pass
-        self._evaluation = Evaluation(self._at)  # which was repeated last,
-        self._outputs: State | None = None  # and its outputs
-        self._adjoints: tuple[State, State] | None = None  # of y and z, once there is a gradient
+        self.evaluation = Evaluation(self._at)
+        self._outputs: State | None = None
+        self.adjoints: tuple[State, State] | None = None
         self._entering: dict[int, Gradients] = {}
         self._maxima: list[Tensor] = []
         self._floors = [typical_magnitude(x) for x in self._read] if self._check else []
@@ -53,7 +55,7 @@ class BackwardPass:
         outputs."""
         k = evaluation.k
         entering = self._entering.pop(k, None)
-        if self._adjoints is not None:
+        if self.adjoints is not None:
             if self._at != k + 2:
                 raise RuntimeError(PASSED)
             seeds = self._undo(k + 1, products)
@@ -64,7 +66,7 @@ class BackwardPass:
             return products
         else:  # here the gradient begins
             self.reach(evaluation)
-            self._adjoints = tuple([torch.zeros_like(x, dtype=_wide(x)) for x in self._read] for _ in range(2))
+            self.adjoints = tuple([torch.zeros_like(x, dtype=wide(x.dtype)) for x in self._read] for _ in range(2))
             seeds = self._add(k, products)
             if entering is not None:
                 seeds = self._add(k, entering)
@@ -74,17 +76,9 @@ class BackwardPass:
             self._compare_start()
         return seeds
 
-    def leave(self) -> None:
-        """Free the tensors of the evaluation that it is at."""
-        self._evaluation.clear()
-
-    @property
-    def has_gradient(self) -> bool:
-        return self._adjoints is not None
-
     def reach(self, evaluation: Evaluation) -> None:
         """Have the saved tensors of an evaluation, to which no gradient flows through the half-steps after it."""
-        if self._at < evaluation.k + 1 or (self._at > evaluation.k + 1 and self._adjoints is not None):
+        if self._at < evaluation.k + 1 or (self._at > evaluation.k + 1 and self.adjoints is not None):
             raise RuntimeError(PASSED)
         while self._at > evaluation.k + 1:
             outputs = self._evaluate(Evaluation(self._at - 1))
@@ -94,20 +88,20 @@ class BackwardPass:
 
     def by_initial(self) -> tuple[State, State]:
         """The gradients with respect to z0 and y0, without that through f(z0)."""
-        assert self._adjoints is not None
+        assert self.adjoints is not None
         kept, mixed = self._step.a / self._step.b, self._step.c / self._step.b
-        by_y0 = [x * kept for x in self._adjoints[0]]
-        by_z0 = [torch.add(z * kept, y, alpha=mixed) for y, z in zip(*self._adjoints, strict=True)]
+        by_y0 = [x * kept for x in self.adjoints[0]]
+        by_z0 = [torch.add(z * kept, y, alpha=mixed) for y, z in zip(*self.adjoints, strict=True)]
         return by_z0, by_y0
 
     def _add(self, k: int, grads: Gradients) -> State:
         """Add a gradient to the adjoint of the result of half-step k. Return the seeds."""
-        assert self._adjoints is not None and self._outputs is not None
-        for adjoint, g in zip(self._adjoints[k % 2], grads, strict=True):
+        assert self.adjoints is not None and self._outputs is not None
+        for adjoint, g in zip(self.adjoints[k % 2], grads, strict=True):
             if g is not None:
                 adjoint.add_(dense(g, g), alpha=self._step.b)
         # In their own memory: a hook or custom function in f may modify its gradient in place.
-        return [x.to(out.dtype, copy=True) for x, out in zip(self._adjoints[k % 2], self._outputs, strict=True)]
+        return [x.to(out.dtype, copy=True) for x, out in zip(self.adjoints[k % 2], self._outputs, strict=True)]
 
     def _evaluate(self, evaluation: Evaluation) -> State:
         """Evaluate f again at the input of evaluation at - 1, unless its tensors exist."""
@@ -116,7 +110,7 @@ class BackwardPass:
             if outputs is None:
                 with self._context():
                     outputs = evaluation.repeat(self._f, self._read)
-            self._evaluation = evaluation
+            self.evaluation = evaluation
             if len(outputs) > 1:  # f may return one part of its state as another, which is overwritten first
                 memory = {x.untyped_storage().data_ptr() for x in self._read}
                 outputs = [x.clone() if x.untyped_storage().data_ptr() in memory else x for x in outputs]
@@ -124,14 +118,14 @@ class BackwardPass:
         return self._outputs
 
     def _invert(self, k: int, outputs: State) -> None:
-        for half_step, out, x in zip(self._half_steps[k % 2], outputs, self._read, strict=True):
-            half_step.invert(out, x, x)
+        for h, out, x in zip(self._half_steps[k % 2], outputs, self._read, strict=True):
+            h.invert(out, x, x)
 
     def _undo(self, k: int, products: Gradients) -> State:
         """Invert half-step k, and update the other state's adjoint with the product of f in the same pass over memory.
         Return the next seeds."""
-        assert self._outputs is not None and self._adjoints is not None
-        mine, other = self._adjoints[1 - k % 2], self._adjoints[k % 2]
+        assert self._outputs is not None and self.adjoints is not None
+        mine, other = self.adjoints[1 - k % 2], self.adjoints[k % 2]
         seeds = []
         for i, half_step in enumerate(self._half_steps[k % 2]):
             out, x = self._outputs[i], self._read[i]
@@ -147,18 +141,18 @@ class BackwardPass:
     def _went_back(self) -> None:
         """After a half-step was inverted, f's tensors are no longer needed."""
         self._at -= 1
-        self._evaluation.clear()
+        self.evaluation.clear()
         self._outputs = None
         if self._at == 1:
             self._read = self._z0  # it is known: use it, not its reconstruction
 
     def _compare_start(self) -> None:
         """At the first half-step, check the reconstruction of y0; that of z0 was checked before."""
-        assert self._check is not None and self._outputs is not None and self._adjoints is not None
+        assert self._check is not None and self._outputs is not None and self.adjoints is not None
         given = self._half_steps[0], self._outputs, self._read, self._y0, self._floors
         self._maxima += [h.invert_compare(out, x, y, floor) for h, out, x, y, floor in zip(*given, strict=True)]
         statistics = self._statistics
-        statistics.first, statistics.b = _norms([*self._adjoints[0], *self._adjoints[1]]), abs(self._step.b)
+        statistics.first, statistics.b = _norms([*self.adjoints[0], *self.adjoints[1]]), abs(self._step.b)
         self._check.judge(self._maxima, self._norms, statistics)
 
 
@@ -170,8 +164,3 @@ PASSED = (
 
 def _norms(xs: Gradients) -> State:
     return [torch.linalg.vector_norm(dense(x, x)) for x in xs if x is not None]
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """The dtype of adjoints."""
-    return torch.promote_types(x.dtype, torch.float32)

@@ -191,7 +191,7 @@ class Iteration:
         if self._pass is None or number != self._number:
             self._refuse(number)
             if self._pass is not None:
-                self._pass.leave()  # it went to no input of the first evaluation
+                self._pass.evaluation.clear()  # it went to no input of the first evaluation
             half_steps = self.half_steps
             if graph_is_kept() or self.is_running:
                 half_steps = tuple([h.duplicate() for h in each] for each in half_steps)
@@ -261,7 +261,7 @@ class HalfStep(torch.autograd.Function):
         if evaluation.k:
             return *[None] * (4 + size), *seeds
         needs, by_z0, by_y0 = ctx.needs_input_grad[4:], [None] * size, [None] * size
-        if now.has_gradient:
+        if now.adjoints is not None:
             if any((*needs[:size], *needs[2 * size :])):
                 by_z0, by_y0 = now.by_initial()
             if not iteration.half_steps:

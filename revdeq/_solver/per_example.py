@@ -54,8 +54,8 @@ class BackwardByExample(BackwardPass):
         show(self._half_steps[k % 2], self._read, rows)
 
     def _undo(self, k: int, products: Gradients) -> State:
-        assert self._adjoints is not None
-        rows, mine = self._stopped_before(k), self._adjoints[1 - k % 2]
+        assert self.adjoints is not None
+        rows, mine = self._stopped_before(k), self.adjoints[1 - k % 2]
         waiting, read = [x[rows] for x in mine], self._read
         with resting(self._half_steps[k % 2] if k > 1 else [], rows):
             seeds = super()._undo(k, products)

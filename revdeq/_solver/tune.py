@@ -46,8 +46,9 @@ CLOSEST_TO_1 = 1 / 16
 HEADROOM = 16
 """How much larger than what was seen here a number may become in an exact state."""
 
-REBUILT = 1e-6
-"""The relative error up to which a float64 state counts as inverted; where there is no exact state, ten times that."""
+REBUILT = 1e-8
+"""The relative error up to which a float64 state counts as inverted, which varies from batch to batch by a factor of
+100. Where there is no exact state, ten times that."""
 
 
 class Trial(NamedTuple):
