@@ -58,8 +58,8 @@ def _raise_alarm(p_alarm, alarm, SIZE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n"])
-def _encode_kernel(p_state, p_x, p_alarm, n: tl.int64, UNIT: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr):
-    o, m = memory.block(n, EVEN, SIZE)
+def _encode_kernel(p_state, p_x, p_alarm, n: tl.int64, UNIT: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr):
+    o, m = memory.row_of(0, n, ROWS, EVEN, SIZE)
     x = memory.load(p_x, o, m)
     number, fits = integers.rounded(x, UNIT)
     memory.store(p_state, number << 32, o, m)
@@ -67,8 +67,8 @@ def _encode_kernel(p_state, p_x, p_alarm, n: tl.int64, UNIT: tl.constexpr, EVEN:
 
 
 @triton.jit(do_not_specialize=["n"])
-def _decode_kernel(p_state, p_copy, n: tl.int64, UNIT: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr):
-    o, m = memory.block(n, EVEN, SIZE)
+def _decode_kernel(p_state, p_copy, n: tl.int64, UNIT: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr):
+    o, m = memory.row_of(0, n, ROWS, EVEN, SIZE)
     _store_decoded(p_copy, memory.load(p_state, o, m) >> 32, UNIT, o, m)
 
 
@@ -83,7 +83,7 @@ def _relax_kernel(
     alarms = tl.full((SIZE,), 0, tl.int32)
     changes, squares = tl.full((SIZE,), 0, tl.float32), tl.full((SIZE,), 0, tl.float32)
     for row in tl.range(ROWS):
-        o, m = memory.block(n, EVEN, SIZE, row, ROWS)
+        o, m = memory.row_of(row, n, ROWS, EVEN, SIZE)
         state = memory.load(p_state, o, m)
         f, g = _mixed(p_f, p_z, gamma, o, m)
         y, r = state >> 32, state & 0xFFFFFFFF
@@ -105,53 +105,37 @@ def _relax_kernel(
         memory.store_lanes(p_partial, squares, 1, SIZE)
 
 
-@triton.jit
-def _previous(state, p_f, p_z, gamma, step, UNIT: tl.constexpr, o, m):
-    """Y and R before the half-step."""
-    _, g = _mixed(p_f, p_z, gamma, o, m)
-    number, _ = integers.rounded(g, UNIT)
-    return integers.stepped(state >> 32, state & 0xFFFFFFFF, number, step)
-
-
 @triton.jit(do_not_specialize=INTEGERS)
 def _invert_kernel(
-    p_state, p_f, p_z, p_copy, p_adjoint, p_vjp, p_other, p_seed, p_spill, n: tl.int64,
-    start: tl.int32, to: tl.int32, sign: tl.int32, weight: tl.int32, by_start: tl.uint32, by_to: tl.uint32,
-    gamma: tl.float32, a: tl.float64, b: tl.float64, c: tl.float64,
-    a_32: tl.float32, b_32: tl.float32, c_32: tl.float32,
-    UNIT: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """With a spill, the remainder is restored from there."""
-    o, m = memory.block(n, EVEN, SIZE)
-    state = memory.load(p_state, o, m)
-    y, r = _previous(state, p_f, p_z, gamma, (start, to, sign, weight, by_start, by_to), UNIT, o, m)
-    if p_spill is not None:
-        r = memory.load(p_spill, o, m).to(tl.int64) & 0xFFFFFFFF
-    update_adjoint((p_adjoint, p_vjp, p_other, p_seed), (a, b, c), (a_32, b_32, c_32), o, m)
-    memory.store(p_state, (y << 32) | r, o, m)
-    _store_decoded(p_copy, y, UNIT, o, m)
-
-
-@triton.jit(do_not_specialize=INTEGERS)
-def _compare_kernel(
-    p_state, p_f, p_z, p_initial, p_adjoint, p_vjp, p_other, p_seed, p_floor, p_maxima, n: tl.int64,
+    p_state, p_f, p_z, p_copy, p_adjoint, p_vjp, p_other, p_seed, p_spill, p_floor, p_maxima, n: tl.int64,
     start: tl.int32, to: tl.int32, sign: tl.int32, weight: tl.int32, by_start: tl.uint32, by_to: tl.uint32,
     gamma: tl.float32, a: tl.float64, b: tl.float64, c: tl.float64,
     a_32: tl.float32, b_32: tl.float32, c_32: tl.float32,
     UNIT: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Stores the bits of the largest relative errors. A nonzero remainder in the initial state is an error too."""
-    floor, maxima = tl.load(p_floor), tl.full((SIZE,), 0, tl.int32)
+    """With a spill, the remainder is restored from there. With `p_maxima`, `p_copy` is the initial state, which is only
+    compared, and whose remainder is 0."""
+    maxima = tl.full((SIZE,), 0, tl.int32)
     for row in tl.range(ROWS):
-        o, m = memory.block(n, EVEN, SIZE, row, ROWS)
+        o, m = memory.row_of(row, n, ROWS, EVEN, SIZE)
         state = memory.load(p_state, o, m)
-        initial, _ = integers.rounded(memory.load(p_initial, o, m), UNIT)
-        y, r = _previous(state, p_f, p_z, gamma, (start, to, sign, weight, by_start, by_to), UNIT, o, m)
+        _, g = _mixed(p_f, p_z, gamma, o, m)
+        number, _ = integers.rounded(g, UNIT)
+        step = start, to, sign, weight, by_start, by_to
+        y, r = integers.stepped(state >> 32, state & 0xFFFFFFFF, number, step)
+        if p_spill is not None:
+            r = memory.load(p_spill, o, m).to(tl.int64) & 0xFFFFFFFF
+        if p_maxima is not None:
+            initial, _ = integers.rounded(memory.load(p_copy, o, m), UNIT)
+            error = (y - initial).to(tl.float32) * UNIT + r.to(tl.float32)
+            value = (state >> 32).to(tl.int32).to(tl.float32) * UNIT
+            maxima = tl.maximum(maxima, ratio_bits(error, value, tl.load(p_floor)))
         update_adjoint((p_adjoint, p_vjp, p_other, p_seed), (a, b, c), (a_32, b_32, c_32), o, m)
-        error = (y - initial).to(tl.float32) * UNIT + r.to(tl.float32)
-        value = (state >> 32).to(tl.int32).to(tl.float32) * UNIT
-        maxima = tl.maximum(maxima, ratio_bits(error, value, floor))
-    memory.store_lanes(p_maxima, maxima, 0, SIZE)
+        if p_maxima is None:
+            memory.store(p_state, (y << 32) | r, o, m)
+            _store_decoded(p_copy, y, UNIT, o, m)
+    if p_maxima is not None:
+        memory.store_lanes(p_maxima, maxima, 0, SIZE)
 
 
 class HalfStep(reference_exact.HalfStep):

@@ -39,7 +39,7 @@ def _relax_kernel(
     """With `p_partial`, adds up the squared changes and the squared new states."""
     changes, squares = tl.full((SIZE,), 0, tl.float64), tl.full((SIZE,), 0, tl.float64)
     for row in tl.range(ROWS):
-        o, m = memory.block(n, EVEN, SIZE, row, ROWS)
+        o, m = memory.row_of(row, n, ROWS, EVEN, SIZE)
         y = memory.load(p_y, o, m)
         after = a * y + _moved_by(p_f, p_z, b, c, o, m)
         memory.store(p_y, after, o, m)
@@ -99,20 +99,6 @@ def update_adjoint(adjoints, step, step_32, o, m):
             memory.store(p_seed, after, o, m)
 
 
-@triton.jit(do_not_specialize=["n"])
-def _invert_kernel(
-    p_y, p_f, p_z, p_copy, p_adjoint, p_vjp, p_other, p_seed, n: tl.int64, a: tl.float64, b: tl.float64, c: tl.float64,
-    a_32: tl.float32, b_32: tl.float32, c_32: tl.float32, inverse: tl.float64,
-    IN_PTX: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    o, m = memory.block(n, EVEN, SIZE)
-    y = memory.load(p_y, o, m)
-    before = _quotient(y - _moved_by(p_f, p_z, b, c, o, m), a, inverse, IN_PTX)
-    update_adjoint((p_adjoint, p_vjp, p_other, p_seed), (a, b, c), (a_32, b_32, c_32), o, m)
-    memory.store(p_y, before, o, m)
-    memory.store(p_copy, before, o, m)
-
-
 @triton.jit
 def magnitude_bits(x):
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -126,20 +112,26 @@ def ratio_bits(error, y, floor):
 
 
 @triton.jit(do_not_specialize=["n"])
-def _compare_kernel(
-    p_y, p_f, p_z, p_initial, p_adjoint, p_vjp, p_other, p_seed, p_floor, p_maxima, n: tl.int64,
+def _invert_kernel(
+    p_y, p_f, p_z, p_copy, p_adjoint, p_vjp, p_other, p_seed, p_floor, p_maxima, n: tl.int64,
     a: tl.float64, b: tl.float64, c: tl.float64, a_32: tl.float32, b_32: tl.float32, c_32: tl.float32,
     inverse: tl.float64, IN_PTX: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Stores the bits of the largest relative errors."""
-    floor, maxima = tl.load(p_floor), tl.full((SIZE,), 0, tl.int32)
+    """With `p_maxima`, `p_copy` is the initial state, which is only compared."""
+    maxima = tl.full((SIZE,), 0, tl.int32)
     for row in tl.range(ROWS):
-        o, m = memory.block(n, EVEN, SIZE, row, ROWS)
-        y, initial = memory.load(p_y, o, m), memory.load(p_initial, o, m).to(tl.float64)
+        o, m = memory.row_of(row, n, ROWS, EVEN, SIZE)
+        y = memory.load(p_y, o, m)
         before = _quotient(y - _moved_by(p_f, p_z, b, c, o, m), a, inverse, IN_PTX)
+        if p_maxima is not None:
+            initial = memory.load(p_copy, o, m).to(tl.float64)
+            maxima = tl.maximum(maxima, ratio_bits(before - initial, y, tl.load(p_floor)))
         update_adjoint((p_adjoint, p_vjp, p_other, p_seed), (a, b, c), (a_32, b_32, c_32), o, m)
-        maxima = tl.maximum(maxima, ratio_bits(before - initial, y, floor))
-    memory.store_lanes(p_maxima, maxima, 0, SIZE)
+        if p_maxima is None:
+            memory.store(p_y, before, o, m)
+            memory.store(p_copy, before, o, m)
+    if p_maxima is not None:
+        memory.store_lanes(p_maxima, maxima, 0, SIZE)
 
 
 class HalfStep(half_step.HalfStep):
