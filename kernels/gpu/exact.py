@@ -3,15 +3,13 @@
 All arithmetic is in integers, and conversions are in float32: there is no float64 arithmetic unless f is float64.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .. import half_step, reference_exact
-from ..half_step import Adjoints
+from ..half_step import Adjoints, Compared
 from ..radix import Radix
 from . import integers, memory
 from .float64 import magnitude_bits, ratio_bits, update_adjoint
@@ -146,8 +144,8 @@ class HalfStep(reference_exact.HalfStep):
         adjoint = step.a, step.b, step.c
         self._backward = d, p, step.sign, -step.sign * step.weight, *ends[::-1], step.gamma, *adjoint, *adjoint
 
-    def decoded(self, dtype: torch.dtype, rows: Any = ...) -> Tensor:
-        state = self.state[rows]
+    def decoded(self, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
+        state = self.state if rows is None else self.state[rows]
         copy = torch.empty_like(state, dtype=dtype)
         launch_blocks(_decode_kernel, BLOCK, (state, copy), (), (self.step.unit,))
         return copy
@@ -162,12 +160,9 @@ class HalfStep(reference_exact.HalfStep):
         else:
             launch_chunks(_relax_kernel, tensors, self._forward, (unit,))
 
-    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints) -> None:
-        tensors = self.state, f_z, z, copy, *adjoints, self._take_back()
-        launch_blocks(_invert_kernel, BLOCK, tensors, self._backward, (self.step.unit,))
-
-    def _compare(
-        self, f_z: Tensor, z: Tensor | None, initial: Tensor, adjoints: Adjoints, floor: Tensor, maxima: Tensor
-    ) -> None:
-        tensors = self.state, f_z, z, initial, *adjoints, floor, maxima
-        launch_chunks(_compare_kernel, tensors, self._backward, (self.step.unit,))
+    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints, compared: Compared) -> None:
+        tensors, unit = (self.state, f_z, z, copy, *adjoints), (self.step.unit,)
+        if compared is None:
+            launch_blocks(_invert_kernel, BLOCK, (*tensors, self._take_back()), self._backward, unit)
+        else:
+            launch_chunks(_compare_kernel, (*tensors, *compared), self._backward, unit)

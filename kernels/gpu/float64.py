@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import half_step
-from ..half_step import Adjoints
+from ..half_step import Adjoints, Compared
 from . import memory
 from .launch import launch_blocks, launch_chunks
 
@@ -142,15 +142,12 @@ class HalfStep(half_step.HalfStep):
         else:
             launch_chunks(_relax_kernel, tensors, numbers)
 
-    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints) -> None:
-        tensors = self.state, f_z, z, copy, *adjoints
-        launch_blocks(_invert_kernel, INVERT_BLOCK, tensors, self._inverse(), (is_ptx(self.state.device),))
-
-    def _compare(
-        self, f_z: Tensor, z: Tensor | None, initial: Tensor, adjoints: Adjoints, floor: Tensor, maxima: Tensor
-    ) -> None:
-        tensors = self.state, f_z, z, initial, *adjoints, floor, maxima
-        launch_chunks(_compare_kernel, tensors, self._inverse(), (is_ptx(self.state.device),))
+    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints, compared: Compared) -> None:
+        tensors, constants = (self.state, f_z, z, copy, *adjoints), (is_ptx(self.state.device),)
+        if compared is None:
+            launch_blocks(_invert_kernel, INVERT_BLOCK, tensors, self._inverse(), constants)
+        else:
+            launch_chunks(_compare_kernel, (*tensors, *compared), self._inverse(), constants)
 
     def _inverse(self) -> tuple[float, ...]:
         """The coefficients, for both precisions of an adjoint, and the reciprocal."""
