@@ -59,6 +59,7 @@ NOT_SIMULATED = {
         "test_a_function_that_changes_between_the_passes_is_noticed",
         "test_a_silent_gradient_is_a_right_one",
         "test_the_verdict_of_a_device_comes_with_a_later_solve",
+        "test_an_adjoint_equation_that_does_not_converge_is_reported",
     ],
     "it is about the CPU's generator, autocast or default device": [
         "test_dropout_is_one_mask_per_solve",

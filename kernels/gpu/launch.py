@@ -15,7 +15,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from ..._device import is_capturing
-from ..half_step import LANES, chunks_of, rows_of
+from ..half_step import LANES, rows_of
 
 KNOWN = (3, 6), (3, 9)
 """The first and the last version of Triton whose specialization this implements."""
@@ -31,37 +31,30 @@ Numbers: TypeAlias = tuple[float, ...]
 _compiled: dict[Any, Any] = {}
 
 
-def launch_blocks(
-    kernel: Any, block: int, tensors: Tensors, numbers: Numbers = (), constants: tuple[Any, ...] = ()
+def launch(
+    kernel: Any, block: int | None, tensors: Tensors, numbers: Numbers = (), constants: tuple[Any, ...] = ()
 ) -> None:
-    """Launch one program per block of the first tensor, the state.
+    """Launch one program per block of the state, which is the first tensor. If the block is None, launch one program
+    per chunk, which computes a sum or a maximum per lane.
 
-    The arguments of the kernel are the tensors, the number of elements, the other numbers, the constants and the block
-    size.
+    The arguments of the kernel are the tensors, the number of elements, the other numbers, the constants, the rows of
+    a program, whether the number of elements is even, and the elements of a row.
     """
-    n = tensors[0].numel()
-    block = LANES if n < SMALL else block
-    _launch(kernel, -(-n // block), (*tensors, n, *numbers), tensors, (*constants, block))
-
-
-def launch_chunks(kernel: Any, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...] = ()) -> None:
-    """Launch one program per chunk of rows, which computes a sum or a maximum per lane."""
-    n = tensors[0].numel()
-    _launch(kernel, chunks_of(n), (*tensors, n, *numbers), tensors, (*constants, rows_of(n), LANES))
-
-
-def _launch(kernel: Any, programs: int, variables: Any, tensors: Tensors, constants: tuple[Any, ...]) -> None:
-    if programs == 0:
+    n, device = tensors[0].numel(), tensors[0].device
+    rows, size = (rows_of(n), LANES) if block is None else (1, LANES if n < SMALL else block)
+    if (programs := -(-n // (rows * size))) == 0:
         return
-    device, key = tensors[0].device, (kernel.fn, tensors[0].device.index, constants, *_kinds(tensors))
+    constants = *constants, rows, n % 2 == 0, size
+    arguments = *tensors, n, *numbers, *constants
+    key = kernel.fn, device.index, constants, *_kinds(tensors)
     compiled = _compiled.get(key) if is_known(kernel, device) else None
     if compiled is None:
-        _compiled[key] = _launch_by_triton(kernel, device, programs, (*variables, *constants))
+        _compiled[key] = _launch_by_triton(kernel, device, programs, arguments)
     elif triton.runtime.driver.active.get_current_device() == device.index:
-        compiled[programs, 1, 1](*variables, *constants)
+        compiled[programs, 1, 1](*arguments)
     else:
         with on(device):
-            compiled[programs, 1, 1](*variables, *constants)
+            compiled[programs, 1, 1](*arguments)
 
 
 def _launch_by_triton(kernel: Any, device: torch.device, programs: int, arguments: tuple[Any, ...]) -> Any:

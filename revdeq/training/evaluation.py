@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._solver.layer import RevDEQ
+from .. import RevDEQ
 from .data import DataSet
 from .presets import Training
 from .processes import Processes
@@ -67,8 +67,7 @@ def evaluate(
 
 
 def predicted(model: nn.Module, inputs: Tensor, training: Training) -> Tensor:
-    dtype: Any = training.autocast and getattr(torch, training.autocast)
-    with torch.autocast(inputs.device.type, dtype, enabled=dtype is not None):
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=training.autocast is not None):
         return model(inputs)
 
 
@@ -88,4 +87,4 @@ def statistics(model: nn.Module) -> tuple[float, Any, float]:
         return math.nan, math.nan, math.nan
     reached = [float(torch.as_tensor(last.converged).float().mean()) for last in lasts if last.converged is not None]
     share = sum(reached) / len(reached) if reached else math.nan
-    return sum(last.nfe for last in lasts) / len(lasts), sum(last.change for last in lasts) / len(lasts), share
+    return sum(last.nfe for last in lasts) / len(lasts), sum(last.change.mean() for last in lasts) / len(lasts), share

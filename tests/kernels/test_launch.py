@@ -145,13 +145,13 @@ def test_small_states_have_small_blocks(monkeypatch, n, programs):
     assert driver.calls[0][0] == programs
 
 
-def test_one_kernel_serves_every_size(by_triton):
+def test_one_kernel_serves_every_even_size_and_another_every_odd_one(by_triton):
     """Above and below 2^31 elements."""
     with compiling(TARGETS["sm_90"]):
-        for n in (2**18, 2**31 - 1, 2**31, 2**40):
+        for n in (2**18, 2**31 - 1, 2**31, 2**40, 2**40 + 1):
             f = torch.zeros(1).expand(n)
             gpu.STATES["float64"](torch.zeros(1).double().expand(n), STEP).relax(f, None, f)
-    assert len(by_triton) == 1
+    assert len(by_triton) == 2
 
 
 def test_an_amd_kernel_for_less_than_2_gib_never_gets_more(by_triton):
@@ -164,7 +164,7 @@ def test_an_amd_kernel_for_less_than_2_gib_never_gets_more(by_triton):
 def test_no_kernel_is_specialised_for_the_value_of_a_number():
     """The cache key holds no numbers: each has the type of its annotation."""
     kernels = [k for module in (float64, exact) for name, k in vars(module).items() if name.endswith("_kernel")]
-    assert len(kernels) == 8
+    assert len(kernels) == 6
     for kernel in kernels:
         numbers = [p for p in kernel.params if not p.is_constexpr and not p.name.startswith("p_")]
         assert numbers

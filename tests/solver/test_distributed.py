@@ -143,9 +143,10 @@ def check_coefficients_are_loaded(rank, folder):
         whole = Model()
         for model in (old, whole):
             model.deq.use(0.75, 1.25, "exact")
-        path = os.path.join(folder, shard.__name__.strip("<>"))
+        path, loaded = os.path.join(folder, shard.__name__.strip("<>")), {"model": new.state_dict()}
         checkpoint.save({"model": old.state_dict()}, checkpoint_id=path)
-        checkpoint.load({"model": new.state_dict()}, checkpoint_id=path)
+        checkpoint.load(loaded, checkpoint_id=path)
+        new.load_state_dict(loaded["model"])
         assert pair(new) == (0.75, 1.25, "exact")
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(third, whole.state_dict() if rank == 0 else {}, options=options)

@@ -153,17 +153,12 @@ def test_each_tensor_of_a_state_has_its_own_layout(device, copies, state):
 def test_strides_of_dimensions_of_size_1_are_ignored(device, copies):
     f, parameters = conv(device)
     x = torch.randn(8, 4, 1, 1).to(device).requires_grad_()
-    seen = []
 
-    def watched(z, x):
-        out = f(z, x).as_strided((8, 4, 1, 1), (4, 1, 7, 9))  # the same places
-        seen.append(z.stride())
-        return out
+    def elsewhere(z, x):
+        return f(z, x).as_strided((8, 4, 1, 1), (4, 1, 7, 9))  # the same places
 
-    z0 = torch.zeros(8, 4, 1, 1, device=device)
-    gradients(watched, z0, x, parameters)
+    gradients(elsewhere, torch.zeros(8, 4, 1, 1, device=device), x, parameters)
     assert not copies
-    assert set(seen) == {z0.stride()}
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1, 1), (3, 0)])
@@ -186,5 +181,5 @@ def test_dropout_has_one_mask_though_f_returns_another_layout_than_that_of_z0(de
     """It is drawn in the order of the memory: the state keeps the layout of z0."""
     torch.manual_seed(0)
     f = lambda z: nn.functional.dropout(0 * z + 1).contiguous(memory_format=CHANNELS_LAST)  # noqa: E731
-    z = revdeq.solve(f, torch.zeros(2, 3, 4, 4, device=device), max_steps=3).z
-    assert len(z.unique()) == 2
+    y = revdeq.solve(f, torch.zeros(2, 3, 4, 4, device=device), max_steps=3).y  # evaluation 1 moves y
+    assert len(y.unique()) == 2

@@ -127,7 +127,8 @@ def test_an_example_stops_after_its_own_first_step_with_a_small_change():
         first = next((n + 1 for n in range(10) if changes[n, i] <= 0.01), 10)
         assert steps == first
         assert torch.equal(solution.z[i], every[steps - 1][i])
-        torch.testing.assert_close(solution.change[i], changes[steps - 1, i], rtol=1e-9, atol=1e-12)
+        # of states that are rounded to float32, and differ by a hundredth
+        torch.testing.assert_close(solution.change[i], changes[steps - 1, i], rtol=1e-5, atol=0)
     assert solution.steps.dtype == torch.int64 and solution.nfe == 2 * solution.steps.max()
 
 

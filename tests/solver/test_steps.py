@@ -320,17 +320,9 @@ def test_a_loop_takes_the_options_of_a_solve():
     assert torch.equal(revdeq.loop(f, z0, times=4, kwargs={"x": x}).z, revdeq.loop(f, z0, x, times=4).z)
 
 
-WRONG = [
-    (7, ValueError, "times=8, in whose y"),
-    (0, ValueError, "times=2"),
-    (True, ValueError, "even"),
-    (2.0, TypeError, "integer"),
-]
-
-
-@pytest.mark.parametrize(("times", "error", "remedy"), WRONG)
-def test_times_is_an_even_number(times, error, remedy):
-    with pytest.raises(error, match=f"times = {times}.*{remedy}"):
+@pytest.mark.parametrize("times", [1, 5, 0, True, 2.0])
+def test_times_is_an_even_number(times):
+    with pytest.raises(ValueError, match=f"times = {times} must be an even integer"):
         revdeq.loop(torch.tanh, torch.zeros(3), times=times)
 
 

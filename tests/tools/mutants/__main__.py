@@ -1,34 +1,40 @@
 """Puts one bug at a time into a copy of the repository and runs the tests there.
 
     python tests/tools/mutants [name ...]    all bugs, or those whose name or file contains one of these words
-    python tests/tools/mutants --jobs 2      two at a time
 
 Writes to results.md in this folder which test notices each bug, and fails if one goes unnoticed without an explanation.
 Bugs in C and in the wrapper are noticed by tests that `make test` runs; those in Triton's kernels by an emulator, by
-budgets of machine code, or by an interpreter. Tests that noticed similar bugs come first, and then fast ones. A result
-holds until the file of the bug or that of the test changes, so that an interrupted run resumes.
+budgets of machine code, or by an interpreter. The test that noticed a bug before runs first, alone; then all: those
+whose names share most words with the bug's, those that noticed bugs of the same file, the fastest. A result holds until
+the file of the bug or that of the test changes, so that an interrupted run resumes. Each run is a fork of this process,
+which has imported torch.
 """
 
 import argparse
 import hashlib
+import json
+import multiprocessing
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
-from bugs import BUGS, EQUIVALENT, GONE, Bug
+import pytest
+import torch  # noqa: F401
+from bugs import BUGS, EQUIVALENT, GONE, REPOSITORY, Bug
 from drawn import DRAWN
 
-REPOSITORY = Path(__file__).parents[3]
 RESULTS = Path(__file__).parent / "results.md"
+DURATIONS = REPOSITORY / ".venv/durations.json"
 UNNOTICED = "nothing"
 
 ALL = (*BUGS, *DRAWN)
@@ -71,21 +77,11 @@ class Noticed:
         return f"| {name} | {self.file} | {self.by} | {self.seconds:.0f} | {self.key} |"
 
 
-def mutated(bug: Bug) -> str:
-    """The text of its file with the bug."""
-    text = (REPOSITORY / bug.file).read_text()
-    for old, new in bug.edits:
-        if text.count(old) != 1:
-            raise SystemExit(f"{bug.name}: expected once in {bug.file}, but found {text.count(old)} times:\n{old}")
-        text = text.replace(old, new)
-    return text
-
-
 def fingerprint(bug: Bug, by: str) -> str:
     """Of the file with the bug, and of the test that noticed it; without one, of all tests."""
     test = REPOSITORY / by.partition("::")[0]
     tests = [test] if test.is_file() else sorted(REPOSITORY.glob("tests/[ks]*/test_*.py"))
-    return hashlib.sha256("".join([mutated(bug), *(x.read_text() for x in tests)]).encode()).hexdigest()[:12]
+    return hashlib.sha256("".join([bug.text(), *(x.read_text() for x in tests)]).encode()).hexdigest()[:12]
 
 
 def earlier() -> dict[str, Noticed]:
@@ -93,11 +89,6 @@ def earlier() -> dict[str, Noticed]:
     text = RESULTS.read_text() if RESULTS.exists() else ""
     rows = re.findall(r"^\| (.+) \| (\S+/\S+) \| (.+) \| (\d+) \| (\w+) \|$", text, re.MULTILINE)
     return {x.replace("\\|", "|"): Noticed(x.replace("\\|", "|"), *more, float(s), k) for x, *more, s, k in rows}
-
-
-def explained(name: str) -> str | None:
-    """Why a bug makes no difference. The number and the line of one that was drawn may change."""
-    return EQUIVALENT.get(re.sub(r"^random \d+: (\S+):\d+", r"\1", name))
 
 
 def write(results: dict[str, Noticed]) -> None:
@@ -109,7 +100,12 @@ def write(results: dict[str, Noticed]) -> None:
         count, minutes = sum(row.by != UNNOTICED for row in found), sum(row.seconds for row in found) / 60
         lines.append(f"| {name} | {count} | {sum(area(bug) == name for bug in ALL)} | {minutes:.0f} |")
     if survivors := [row.name for _, row in rows if row.by == UNNOTICED]:
-        lines += ["", "Unnoticed:", "", *(f"- {name}: {explained(name) or 'no test notices it'}" for name in survivors)]
+        lines += [
+            "",
+            "Unnoticed:",
+            "",
+            *(f"- {name}: {EQUIVALENT.get(name, 'no test notices it')}" for name in survivors),
+        ]
     lines += ["", "Gone, because their mechanism is gone:", "", *(f"- {x}" for x in GONE)] if GONE else []
     lines += ["", "| bug | file | noticed by | seconds | key |", "| --- | --- | --- | --- | --- |"]
     RESULTS.write_text("\n".join([*lines, *(str(row) for _, row in rows), ""]))
@@ -125,89 +121,130 @@ def copy_repository(to: Path) -> None:
         shutil.copy(REPOSITORY / name, to)
     for name in ("bench", "docs"):
         (to / name).symlink_to(REPOSITORY / name)
-
-
-def build(where: Path) -> bool:
-    """Compile the C files of a copy. Returns whether there is a library."""
-    libraries = list((where / "package/revdeq/kernels").glob("_cpu*"))
-    for library in libraries:
-        library.unlink()
     for name in ("revdeq", "revdeq/kernels"):
-        (where / Path(name).name).symlink_to(where / "package" / name)
+        (to / Path(name).name).symlink_to(to / "package" / name)
+
+
+def build(where: Path) -> None:
+    """Compile the C files of a copy."""
+    for library in (libraries := list((where / "kernels").glob("_cpu*"))):
+        library.unlink()
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "package"]
     subprocess.run(command, cwd=where, check=True, capture_output=True)
-    return bool(libraries) and all(library.exists() for library in libraries)
+    if not libraries or not all(library.exists() for library in libraries):
+        raise SystemExit("it does not compile")
 
 
-def first_failure(arguments: list[str], where: Path, first: Sequence[str] = ()) -> str | None:
-    """The file and the name of the first test that fails, or None. `first` are the names of tests to begin with."""
-    paths = os.pathsep.join(map(str, (where / "package", where / "tests/tools/mutants")))
-    order = {"MUTANTS_FIRST": " ".join(first), "MUTANTS_DURATIONS": str(REPOSITORY / ".venv/durations.json")}
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **order}
-    limit = ["-o", "faulthandler_timeout=240", "-o", "faulthandler_exit_on_timeout=true"]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "order", *limit, *arguments]
-    try:
-        result = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=1800)
-    except subprocess.TimeoutExpired:
+def words_of(text: str) -> set[str]:
+    """Those of more than four letters."""
+    return set(re.findall(r"[a-z]{5,}", text.lower()))
+
+
+class Watch:
+    """A plugin of pytest that runs tests with these words first, then `first`, or only these; and keeps the failure."""
+
+    wrong: ClassVar[set[str]] = set()
+    """The tests that fail without any bug."""
+
+    def __init__(self, first: Sequence[str], only: bool = False, words: str = ""):
+        self.first, self.only, self.words, self.failure = first, only, words_of(words), None
+        self.durations = Counter(json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {})
+
+    def pytest_collection_modifyitems(self, items):
+        names = {x: name for x in items if (name := x.nodeid.partition("[")[0]) not in self.wrong}
+        places = {x: self.first.index(name) for x, name in names.items() if name in self.first}
+        items[:] = places if self.only else names
+        common = {x: len(self.words & words_of(x.nodeid)) for x in items}
+        items.sort(key=lambda x: (-common[x], places.get(x, len(self.first)), self.durations[x.nodeid]))
+
+    def pytest_runtest_setup(self):
+        signal.alarm(900)  # then the process is killed
+
+    def pytest_runtest_logreport(self, report):
+        self.durations[report.nodeid] = max(round(report.duration, 2), self.durations[report.nodeid])
+        if report.failed:
+            self.failure = report.nodeid.partition("[")[0]
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.failure = report.nodeid
+
+    def pytest_sessionfinish(self):
+        DURATIONS.write_text(json.dumps(self.durations))
+
+
+def run_tests(arguments: list[str], where: Path, watch: Watch, sender) -> None:
+    """In a process of its own."""
+    output = os.open(where / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.chdir(where)
+    sys.path.insert(0, str(where / "package"))
+    os.environ["PYTHONPATH"] = sys.path[0]
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(where), *arguments], plugins=[watch])
+    sender.send(watch.failure or ("import revdeq" if code == pytest.ExitCode.USAGE_ERROR else None))
+    os._exit(0)
+
+
+def first_failure(arguments: list[str], where: Path, watch: Watch) -> str | None:
+    """The file and the name of the first test that fails, or None."""
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=run_tests, args=(arguments, where, watch, sender))
+    process.start()
+    process.join()
+    if process.exitcode == -signal.SIGALRM:
         return "timeout"
-    if result.returncode == 0:
-        return None
-    if result.returncode < 0:
-        return f"killed by signal {-result.returncode}"
-    if "Timeout (" in result.stderr:
-        return "timeout"
-    if name := re.search(r"^(?:FAILED|ERROR) (\S+?\.py(?:::\w+)?)", result.stdout, re.MULTILINE):
-        return name[1]
-    if "ImportError while loading conftest" in result.stderr:
-        return "import revdeq"
-    raise SystemExit(f"{' '.join(arguments)} did not run:\n{result.stdout}{result.stderr}")
+    return f"killed by signal {-process.exitcode}" if process.exitcode else receiver.recv()
 
 
-def notice(bug: Bug, results: dict[str, Noticed]) -> Noticed:
-    """Find the test that notices the bug: in the file that did before, or else in all of them."""
-    start, by, before = time.perf_counter(), None, results[bug.name].by if bug.name in results else ""
-    similar = Counter(row.by for row in results.values() if row.file == bug.file) + Counter({before: 999})
-    file, every = before.partition("::")[0], suites(bug.file)
-    again = [[x for x in some if x == file or not x.startswith("tests/")] for some in every if file in some]
-    with tempfile.TemporaryDirectory() as folder:
-        where = Path(folder)
-        copy_repository(where)
-        (where / "package/revdeq" / bug.file.removeprefix("revdeq/")).write_text(mutated(bug))
-        if bug.file.endswith((".c", ".h")) and not build(where):
-            raise SystemExit(f"{bug.name} does not compile")
-        for arguments in [*again, *every]:
-            by = by or first_failure(arguments, where, [name for name, _ in similar.most_common()])
-    by = by or UNNOTICED
+def fails_alone(test: str, bug: Bug, where: Path) -> str | None:
+    """What first_failure returns for one of the tests that may notice the bug."""
+    file = test.partition("::")[0]
+    some = next((some for some in suites(bug.file) if file in some), None)
+    arguments = [x for x in some or () if x == file or not x.startswith("tests/")]
+    return first_failure(arguments, where, Watch([test], only=True)) if some else None
+
+
+def notice(bug: Bug, where: Path, results: dict[str, Noticed]) -> Noticed:
+    """Find the test that notices the bug: the one that did before, or else one of all."""
+    start, sys.dont_write_bytecode = time.perf_counter(), True
+    similar = [x for x, _ in Counter(row.by for row in results.values() if row.file == bug.file).most_common()]
+    (where / bug.file).write_text(bug.text())
+    if bug.file.endswith((".c", ".h")):
+        build(where)
+    by = fails_alone(results[bug.name].by, bug, where) if bug.name in results else None
+    for some in suites(bug.file):
+        by = by or first_failure(some, where, Watch(similar, words=bug.name))
+    for restored in (bug.file, *(x.relative_to(REPOSITORY) for x in REPOSITORY.glob("kernels/_cpu*"))):
+        shutil.copy2(REPOSITORY / restored, where / restored)
+    by, sys.dont_write_bytecode = by or UNNOTICED, False
     return Noticed(bug.name, bug.file, by, time.perf_counter() - start, fingerprint(bug, by))
-
-
-def check_without_bugs(bugs: list[Bug]) -> None:
-    """Check that the tests pass without bugs."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy_repository(Path(folder))
-        for arguments in {tuple(sorted(x)): x for bug in bugs for x in suites(bug.file)}.values():
-            if failure := first_failure(arguments, Path(folder)):
-                raise SystemExit(f"{failure} fails without any bug")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--jobs", type=int, default=1)
     arguments = parser.parse_args()
     bugs = [b for b in ALL if not arguments.names or any(x in f"{b.name} {b.file}" for x in arguments.names)]
     results = earlier()
     current = {bug.name: replace(row, key=fingerprint(bug, row.by)) for bug in ALL if (row := results.get(bug.name))}
     left = [bug for bug in bugs if bug.name not in results or results[bug.name] != current[bug.name]]
-    check_without_bugs(left)
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        for row in pool.map(lambda bug: notice(bug, earlier()), left):
+    pytest.main(["--version"])  # imports its plugins
+    with tempfile.TemporaryDirectory() as folder:
+        where, right = Path(folder), {UNNOTICED}
+        copy_repository(where)
+        for bug in left:
+            while (row := notice(bug, where, earlier())).by not in right and fails_alone(row.by, bug, where):
+                print(f"{row.by} fails without any bug", flush=True)
+                Watch.wrong.add(row.by)
+            right.add(row.by)
             print(row, flush=True)
             write({**earlier(), row.name: row})
     results = earlier()
-    unnoticed = [bug.name for bug in bugs if results[bug.name].by == UNNOTICED and not explained(bug.name)]
+    unnoticed = [bug.name for bug in bugs if results[bug.name].by == UNNOTICED and bug.name not in EQUIVALENT]
     print(f"\n{len(unnoticed)} of {len(bugs)} go unnoticed without an explanation", *unnoticed, sep="\n- ")
-    return 1 if unnoticed else 0
+    return 1 if unnoticed or Watch.wrong else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """The bugs: what is wrong, a file, and replacements of its text. Each replaced text occurs once in its file."""
 
 from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -8,6 +11,15 @@ class Bug:
     name: str
     file: str
     edits: tuple[tuple[str, str], ...]
+
+    def text(self) -> str:
+        """That of the file with the bug."""
+        text = (REPOSITORY / self.file).read_text()
+        for old, new in self.edits:
+            if text.count(old) != 1:
+                raise ValueError(f"{self.name}: {old!r} occurs {text.count(old)} times in {self.file}")
+            text = text.replace(old, new)
+        return text
 
 
 def bugs(folder: str, *rows: tuple[str, ...]) -> tuple[Bug, ...]:
@@ -26,8 +38,8 @@ WRAPPER = bugs(
     ("z is updated with f of itself", "iteration.py", "self._half_step(k + 1, y, z,", "self._half_step(k + 1, z, z,"),
     ("keep keeps the first evaluations instead of the last", "iteration.py", "self._kept.popleft()",
      "self._kept.pop()"),
-    ("a loss on y alone gets no gradient", "iteration.py", "iteration.backward_pass().enter(k, grads)",
-     "k % 2 == 0 or iteration.backward_pass().enter(k, grads)"),
+    ("a loss on y alone gets no gradient", "iteration.py", "ctx.iteration.backward_pass().enter(ctx.k, grads)",
+     "ctx.k % 2 == 0 or ctx.iteration.backward_pass().enter(ctx.k, grads)"),
     ("a change of z0 between the passes goes unseen", "iteration.py", "given = (*self.z0, *self.y0, ",
      "given = (*(), "),
     ("a change of a parameter that only evaluation 1 saves goes unseen", "iteration.py", "if k < 2:", "if k < 1:"),
@@ -56,22 +68,22 @@ WRAPPER = bugs(
      "(place, x) for"),
     ("a kept tensor that was changed in place goes unseen", "evaluation.py", "if self.outputs is not None:",
      "if False:"),
-    ("an adjoint is added twice", "adjoint.py", "for grads in (products, entering):",
-     "for grads in (products, entering, entering):"),
+    ("an adjoint is added twice", "adjoint.py", "                seeds = self._add(k, entering)\n        elif",
+     "                seeds = self._add(k, entering) and self._add(k, entering)\n        elif"),
     ("the gradient of y0 is not multiplied by a", "adjoint.py", "self._step.a / self._step.b", "1 / self._step.b"),
     ("the gradient of a loss is not multiplied by b", "adjoint.py", "dense(g, g), alpha=self._step.b)", "dense(g, g))"),
-    ("the adjoints of y and z are swapped", "adjoint.py", "self._adjoints[1 - k % 2], self._adjoints[k % 2]",
-     "self._adjoints[k % 2], self._adjoints[1 - k % 2]"),
+    ("the adjoints of y and z are swapped", "adjoint.py", "self.adjoints[1 - k % 2], self.adjoints[k % 2]",
+     "self.adjoints[k % 2], self.adjoints[1 - k % 2]"),
     ("a hook in f that changes its gradient changes the adjoint", "adjoint.py", "x.to(out.dtype, copy=True)",
      "x.to(out.dtype)"),
     ("a part of the state that f returns as another is overwritten before it is read", "adjoint.py",
      "if len(outputs) > 1:", "if len(outputs) > 9:"),
     ("adjoints have the dtype of the state, if it is bfloat16 too", "adjoint.py",
-     "torch.promote_types(x.dtype, torch.float32)", "x.dtype"),
+     "dtype=wide(x.dtype)", "dtype=x.dtype"),
     ("f is repeated outside of the autocast of the forward pass", "adjoint.py", "with self._context():",
      "with torch.enable_grad():"),
     ("y0 is not compared with its reconstruction", "adjoint.py",
-     "self._maxima.append(h.invert_compare(out, x, y, floor))", "pass"),
+     "self._maxima += [h.invert_compare(out, x, y, floor)", "_ = [h.invert_compare(out, x, y, floor)"),
     ("the generators are rewound to where another evaluation began", "repeatable.py",
      "        self.draws = not all(map(torch.equal, self._random, generator_states(self._device)))\n",
      "        self.draws = not all(map(torch.equal, self._random, generator_states(self._device)))\n"
@@ -86,8 +98,8 @@ WRAPPER = bugs(
     ("f gets the number of the next evaluation", "repeatable.py", 'self._kwargs["evaluation"] = k',
      'self._kwargs["evaluation"] = k + 1'),
     ("modules in the closure of f are not found", "repeatable.py", "in f.__closure__ or () if", "in () if"),
-    ("gamma is ignored", "precision.py", "coefficients(options.beta, options.gamma, options.state)",
-     "coefficients(options.beta, 1.0, options.state)"),
+    ("gamma is ignored", "precision.py", "return format_(coefficients(beta, gamma, state), kind)",
+     "return format_(coefficients(beta, 1.0, state), kind)"),
     ("the number of fraction bits is ignored", "precision.py",
      "state.fraction_bits if isinstance(state, Exact) else Exact()", "Exact()"),
     ("an overflow of y goes unseen", "precision.py", "for each in half_steps for h in each", "for h in half_steps[1]"),
@@ -108,7 +120,8 @@ WRAPPER = bugs(
     ("a warning names a line of this package", "check.py", 'in ("revdeq", "torch")', 'in ("torch",)'),
     ("the growth of the adjoint is that of its last states alone", "check.py", "values[count + last :]",
      "values[count : count + last]"),
-    ("a distance of y and z far above tol goes unseen", "check.py", "if gap > math.sqrt(tol):", "if gap > 1:"),
+    ("a distance of y and z far above tol goes unseen", "check.py",
+     "if gap > math.sqrt(self.options.tol):", "if gap > 1:"),
     ("True counts as 1 step", "options.py", "typed=True", "typed=False",
      "isinstance(x, Integral) and not isinstance(x, bool)", "isinstance(x, Integral)"),
     ("examples that have stopped move on", "per_example.py", "h.state[rows] = rest", "pass"),
@@ -125,8 +138,8 @@ WRAPPER = bugs(
      "v for x, v in"),
     ("f reads float64 in an unrolled solve", "unrolled.py",
      "read = [s.to(x.dtype) for s, x in zip(other, z0, strict=True)]", "read = other"),
-    ("an unrolled solve stops one step late", "unrolled.py", "if tol is not None and relative_change(norms) <= tol:",
-     "if tol is not None and steps > 1 and relative_change(_norms(before, z0)) <= tol:"),
+    ("an unrolled solve stops one step late", "unrolled.py", "(steps == 0 or options.tol is None",
+     "(steps <= 1 or options.tol is None"),
     ("tuned coefficients are not saved with a layer", "layer.py", "if not self._is_tuned:", "if self._is_tuned:"),
     ("a layer is loaded without its state", "layer.py", "Exact(kind) if isinstance(kind, int) else kind)",
      "self.state)"),
@@ -142,7 +155,7 @@ WRAPPER = bugs(
      "if False and versions != ["),
     ("steps takes the grad mode of the loop around it", "solve.py", "torch.set_grad_enabled(enabled)",
      "torch.set_grad_enabled(torch.is_grad_enabled())"),
-    ("a loop takes twice as many passes", "loop.py", "max_steps=number // 2", "max_steps=number"),
+    ("a loop takes twice as many passes", "loop.py", "max_steps=times // 2", "max_steps=times"),
     ("the given pair is compared on what it was not tuned for", "tune.py", "first = held.trial(*given)",
      "first = tuned.trial(*given)"),
     ("what is held out is what was tuned for", "tune.py", "for start in (0, 1)\n", "for start in (0, 0)\n"),
@@ -167,10 +180,10 @@ C = bugs(
     ("NaN becomes infinity in bfloat16", "common.h", "? 0x7FC0u :", "? 0x7F80u :"),
     ("the last chunk is left out if it is not full", "common.h", "chunks = (n + size - 1) / size;",
      "chunks = n / size;"),
-    ("the adjoint of the other state is weighted with b", "common.h", "(REAL)h->c * ((const REAL *)other)",
-     "(REAL)h->b * ((const REAL *)other)"),
-    ("a seed of a float64 adjoint takes its float32 bits", "common.h", "if (c->seed && wide == F64)",
-     "if (c->seed && wide < F64)"),
+    ("the adjoint of the other state is weighted with b", "common.h", "(REAL)c * ((const REAL *)other)",
+     "(REAL)b * ((const REAL *)other)"),
+    ("a seed of a float64 adjoint takes its float32 bits", "common.h", "CONSTANT(W, wide,",
+     "CONSTANT(W, F32,"),
     ("an error is relative to the element without a floor", "common.h", "float_of(size > least ? size : least)",
      "float_of(size)"),
     ("the inverse adds what the half-step added", "float64.c",
@@ -202,20 +215,19 @@ TRITON = bugs(
     ("wrong sign of the other adjoint", "float64.py", "after += c * memory", "after -= c * memory"),
     ("wrong bit mask", "float64.py", "& 0x7FFFFFFF", "& 0x7FFFFFFE"),
     ("no floor", "float64.py", "tl.maximum(magnitude_bits(y), floor.to(tl.int32, bitcast=True))", "magnitude_bits(y)"),
-    ("wrong offset of blocks", "memory.py", ".to(tl.int64) * SIZE", ".to(tl.int64) * (SIZE - 2)"),
-    ("state not stored", "float64.py", "    memory.store(p_y, after, o, m)\n", ""),
-    ("copy not stored", "float64.py", "    memory.store(p_copy, before, o, m)\n", ""),
+    ("wrong offset of blocks", "memory.py", "* ROWS + row) * SIZE", "* ROWS + row) * (SIZE - 2)"),
+    ("state not stored", "float64.py", "        memory.store(p_y, after, o, m)\n", ""),
+    ("copy not stored", "float64.py", "            memory.store(p_copy, before, o, m)\n", ""),
     ("sums of all chunks in one place", "memory.py", "(index * chunks + chunk) * LANES", "index * chunks * LANES"),
     ("a row of a chunk left out", "float64.py", "tl.float64)\n    for row in tl.range(ROWS)",
      "tl.float64)\n    for row in tl.range((ROWS + 1) // 2)"),
     ("a row of a chunk added twice", "float64.py", "squares += after * after",
      "squares += after * after * tl.where(row == 1, 2.0, 1.0)"),
     ("rows of a chunk added in another order", "float64.py",
-     "tl.float64)\n    for row in tl.range(ROWS):\n        first = memory.first(ROWS * LANES) + row * LANES",
-     "tl.float64)\n"
-     "    for row in tl.range(ROWS):\n"
-     "        first = memory.first(ROWS * LANES) + (ROWS - 1 - row) * LANES"),
-    ("maximum of the last row only", "float64.py", "maxima = tl.maximum(maxima, bits)", "maxima = bits"),
+     "row_of(row, n, ROWS, EVEN, SIZE)\n        y = memory.load(p_y, o, m)\n        after",
+     "row_of(ROWS - 1 - row, n, ROWS, EVEN, SIZE)\n        y = memory.load(p_y, o, m)\n        after"),
+    ("maximum of the last row only", "float64.py", "tl.maximum(maxima, ratio_bits(before - initial, y, floor))",
+     "ratio_bits(before - initial, y, floor)"),
     ("weights swapped", "float64.py", "after = a * adjoint + b * vjp", "after = b * adjoint + a * vjp"),
     ("seed not stored", "float64.py", "            memory.store(p_seed, after, o, m)\n", "            pass\n"),
     ("f in float32", "float64.py", "b * memory.load(p_f, o, m).to(tl.float64)",
@@ -229,7 +241,7 @@ TRITON = bugs(
      "(after - y).to(tl.int32).to(tl.float32)"),
     ("wrong range of the state", "exact.py", "(after >= -2147483648) & (after < 2147483648)",
      "(after >= -4294967296) & (after < 4294967296)"),
-    ("remainder kept after a spill", "exact.py", "r if p_spill is None else r * 0", "r"),
+    ("remainder kept after a spill", "exact.py", "            r = r * 0\n", ""),
     ("remainder without its top bit", "exact.py", "memory.load(p_spill, o, m).to(tl.int64) & 0xFFFFFFFF",
      "memory.load(p_spill, o, m).to(tl.int64) & 0x7FFFFFFF"),
     ("reciprocal too small", "integers.py", "return 2**31 // n + 1", "return 2**31 // n"),
@@ -238,28 +250,30 @@ TRITON = bugs(
     ("gamma used for 1 - gamma", "exact.py", "(1.0 - gamma) * z", "gamma * z"),
     ("alarm in another lane", "exact.py", "memory.offsets(SIZE) % LANES", "memory.offsets(SIZE) % (LANES // 2)"),
     ("floor off by one", "integers.py", "after - 17179869184,", "after - 17179869183,"),
-    ("initial state loaded without its mask", "exact.py", "memory.load(p_initial, o, m)",
-     "memory.load(p_initial, o, None)"),
+    ("initial state loaded without its mask", "exact.py", "memory.load(p_copy, o, m)",
+     "tl.load(p_copy + o)"),
     ("contraction, in both states", "launch.py", "enable_fp_fusion=False", "enable_fp_fusion=True"),
     ("extreme quotients not divided", "float64.py", "%exponent_${:uid}, 1922;", "%exponent_${:uid}, 4294967295;"),
-    ("32-bit offset", "memory.py", "tl.program_id(0).to(tl.int64) * SIZE", "tl.program_id(0) * SIZE"),
-    ("f loaded without its mask", "float64.py", "memory.load(p_f, o, m)", "memory.load(p_f, o, None)"),
-    ("vjp loaded without its mask", "float64.py", "memory.load(p_vjp, o, m)", "memory.load(p_vjp, o, None)"),
+    ("32-bit offset", "memory.py", "tl.program_id(0).to(tl.int64) * ROWS", "tl.program_id(0) * ROWS"),
+    ("f loaded without its mask", "float64.py", "memory.load(p_f, o, m)", "tl.load(p_f + o)"),
+    ("vjp loaded without its mask", "float64.py", "memory.load(p_vjp, o, m)", "tl.load(p_vjp + o)"),
     ("range of f checked before rounding", "integers.py", "fits = whole <", "fits = size <"),
     ("stored twice, first by a neighbouring thread", "memory.py", "    tl.store(p_x + o, x",
-     "    if m is None:\n        tl.store(p_x + (o ^ 2), x.to(p_x.dtype.element_ty))\n    tl.store(p_x + o, x"),
+     "    tl.store(p_x + (o ^ 2), x.to(p_x.dtype.element_ty), mask=m)\n    tl.store(p_x + o, x"),
     ("stored twice, first by the program before", "float64.py",
-     "    changes, squares = tl.full((LANES,), 0, tl.float64), tl.full((LANES,), 0, tl.float64)\n",
-     "    later = memory.first(ROWS * LANES) + ROWS * LANES + memory.offsets(LANES)\n"
-     "    memory.store(p_copy, later.to(tl.float64), later, later < n)\n"
-     "    changes, squares = tl.full((LANES,), 0, tl.float64), tl.full((LANES,), 0, tl.float64)\n"),
+     "    changes, squares = tl.full((SIZE,), 0, tl.float64), tl.full((SIZE,), 0, tl.float64)\n",
+     "    later, m = memory.row_of(ROWS, n, ROWS, EVEN, SIZE)\n"
+     "    memory.store(p_copy, later.to(tl.float64), later, m)\n"
+     "    changes, squares = tl.full((SIZE,), 0, tl.float64), tl.full((SIZE,), 0, tl.float64)\n"),
     ("half as many threads", "launch.py", "THREADS = LANES // 2", "THREADS = LANES // 4"),
     ("twice as many threads", "launch.py", "THREADS = LANES // 2", "THREADS = LANES"),
-    ("unnecessary barrier", "float64.py", "    before = _previous(", "    tl.debug_barrier()\n    before = _previous("),
+    ("unnecessary barrier", "float64.py", "            memory.store(p_y, before",
+     "            tl.debug_barrier()\n            memory.store(p_y, before"),
     ("division instruction always used", "float64.py", "if IN_PTX:", "if False:"),
     ("kernel compiled for each beta", "float64.py", "a: tl.float64, b: tl.float64, c: tl.float64,\n    ROWS",
      "a: tl.constexpr, b: tl.constexpr, c: tl.constexpr,\n    ROWS"),
-    ("full blocks masked", "float64.py", "if first + BLOCK <= n:", "if first < 0:"),
+    ("neighbours masked apart", "memory.py", "if EVEN:", "if False:"),
+    ("odd number of elements taken for an even one", "memory.py", "if EVEN:", "if True:"),
     ("small blocks in large states", "launch.py", "LANES if n < SMALL else block", "LANES"),
     ("large blocks in small states", "launch.py", "LANES if n < SMALL else block", "block"),
     ("float64 for the exact state", "exact.py", "(after - y).to(tl.float32) * UNIT",
@@ -267,7 +281,7 @@ TRITON = bugs(
     ("cache ignores alignment", "launch.py", "(x.dtype, x.data_ptr() % 16 == 0)", "(x.dtype, True)"),
     ("cache ignores dtypes", "launch.py", "(x.dtype, x.data_ptr() % 16 == 0)", "(None, x.data_ptr() % 16 == 0)"),
     ("cache ignores sizes above 2 GiB", "launch.py", "x.untyped_storage().nbytes() < 2**31", "True"),
-    ("cache ignores the device", "launch.py", "kernel.fn, tensors[0].device.index,", "kernel.fn,"),
+    ("cache ignores the device", "launch.py", "kernel.fn, device.index,", "kernel.fn,"),
     ("launched on the current device", "launch.py",
      "elif triton.runtime.driver.active.get_current_device() == device.index:", "elif True:"),
     ("cache ignores constants", "launch.py", "device.index, constants, *_kinds", "device.index, *_kinds"),
@@ -276,6 +290,7 @@ TRITON = bugs(
 BUGS = (*WRAPPER, *C, *TRITON)
 
 GONE = (
+    "full blocks masked: all blocks are, but two neighbours have one mask",
     "alarm in another half-step: a state has one alarm",
     "cache ignores the number of warps: it follows from the device",
     "cache ignores 64-bit numbers: the number of elements is always one",

@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from bugs import Bug
+from bugs import REPOSITORY, Bug
 
-REPOSITORY = Path(__file__).parents[3]
 SEED, COUNT = 41, 40
 
 OPPOSITES = [(ast.Lt, ast.GtE), (ast.Gt, ast.LtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)]
@@ -34,8 +33,8 @@ def _replacements(node: ast.AST) -> Iterator[str]:
             number.value = before
 
 
-def _bugs(path: Path) -> Iterator[tuple[str, str, Bug]]:
-    """All bugs of a file, each with its rank and, for its name, its line and what it changes."""
+def _bugs(path: Path) -> Iterator[Bug]:
+    """All bugs of a file."""
     text, file, seen = path.read_text(), path.relative_to(REPOSITORY).as_posix(), Counter[str]()
     encoded = text.encode()  # ast counts bytes
     lines = encoded.splitlines(keepends=True)
@@ -48,15 +47,14 @@ def _bugs(path: Path) -> Iterator[tuple[str, str, Bug]]:
             old = " ".join(encoded[start:end].decode().split())
             what = f"`{old[:80]}` " + ("deleted" if new == "pass" else f"became `{' '.join(new.split())[:80]}`")
             seen[what] += 1
-            rank = hashlib.sha256(f"{SEED} {file} {what} {seen[what]}".encode()).hexdigest()
+            name = f"drawn: {path.name} {what}" + (f", place {seen[what]}" if seen[what] > 1 else "")
             mutant = (encoded[:start] + new.encode() + encoded[end:]).decode()
-            yield rank, f"{path.name}:{node.lineno} {what}", Bug("", file, ((text, mutant),))
+            yield Bug(name, file, ((text, mutant),))
 
 
-def _drawn() -> Iterator[Bug]:
-    found = sorted(x for path in (REPOSITORY / "revdeq/_solver").glob("*.py") for x in _bugs(path))
-    for i, (_, name, bug) in enumerate(found[:COUNT], start=1):
-        yield Bug(f"random {i}: {name}", bug.file, bug.edits)
+def _rank(bug: Bug) -> str:
+    return hashlib.sha256(f"{SEED} {bug.name}".encode()).hexdigest()
 
 
-DRAWN = tuple(_drawn())
+_ALL = (bug for path in (REPOSITORY / "revdeq/_solver").glob("*.py") for bug in _bugs(path))
+DRAWN = tuple(sorted(_ALL, key=_rank)[:COUNT])
