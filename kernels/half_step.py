@@ -20,7 +20,6 @@ LANES = 256
 """Norms are summed in chunks of some rows of LANES elements, in memory order: each lane adds its rows in order, and a
 chunk has LANES partial sums. The order is the same in all backends, and a GPU needs no shared memory and no barrier."""
 
-
 MANY = 2**20
 """Fewer elements have small chunks, or multiprocessors would be idle: an H100 has 132."""
 
@@ -37,18 +36,7 @@ def chunks_of(n: int) -> int:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The coefficients of a step y' = a y + b f(z) + c z of a float64 state. With c = 0, as in the paper, z is not
-    read.
-
-    Args:
-        a: The weight of the state itself, 1 - beta.
-        b: The weight of f, beta gamma.
-        c: The weight of the other state, beta (1 - gamma).
-
-    Example:
-        >>> revdeq.kernels.Coefficients.rounded(0.5, gamma=0.5)
-        Coefficients(a=0.5, b=0.25, c=0.25)
-    """
+    """The coefficients of a half-step of a float64 state. With c = 0, as in the paper, z is not read."""
 
     a: float
     b: float
@@ -56,17 +44,7 @@ class Coefficients:
 
     @classmethod
     def rounded(cls, beta: float, gamma: float = 1.0) -> "Coefficients":
-        """The coefficients of an iteration.
-
-        b and c are rounded to float32, which makes their products with float32 numbers exact in float64.
-
-        Args:
-            beta: The relaxation.
-            gamma: The damping of f.
-
-        Returns:
-            The coefficients.
-        """
+        """b and c are rounded to float32, so that their products with float32 numbers are exact in float64."""
         b, c = float32(beta * gamma), float32(beta * (1 - gamma))
         return cls(1 - (b + c), b, c)
 
@@ -100,6 +78,9 @@ Adjoints: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor 
 """The adjoint of a state, the vector-Jacobian product, the adjoint of the other state and the next seed, or None."""
 NO_ADJOINTS: Adjoints = (None, None, None, None)
 
+Compared: TypeAlias = tuple[Tensor, Tensor] | None
+"""Where an inverse is compared with the initial state: the floor, and the largest errors of each lane of each chunk."""
+
 
 class HalfStep:
     """The half-steps of one state, in place, with constant coefficients.
@@ -112,12 +93,9 @@ class HalfStep:
     state have the copy's dtype. All tensors have the shape and the device of the state, which is dense, and those that
     are written its memory layout, too. Nothing of this is checked here; operators.py does.
 
-    Args:
-        state: The state, float64 or the integers of the exact state.
-        step: `Coefficients`, or for the exact state a `Radix`.
+    state: float64, or the integers of the exact state. step: `Coefficients`, or for the exact state a `Radix`.
     """
 
-    dtype = torch.float64
     sums = torch.float64
     alarm: Tensor | None = None
 
@@ -129,9 +107,9 @@ class HalfStep:
         """The half-steps of a new state with the numbers of x."""
         return cls(x.to(torch.float64, copy=True), step)
 
-    def decoded(self, dtype: torch.dtype, rows: Any = ...) -> Tensor:
+    def decoded(self, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
         """The numbers of the state, or of some of its rows, as f reads them."""
-        return self.state[rows].to(dtype, copy=True)
+        return (self.state if rows is None else self.state[rows]).to(dtype, copy=True)
 
     def duplicate(self) -> Self:
         """Another object with a copy of the state, so that both can be stepped."""
@@ -139,72 +117,47 @@ class HalfStep:
 
     def relax(self, f_z: Tensor, z: Tensor | None, copy: Tensor) -> None:
         """The half-step."""
-        self._relax(self.in_order(f_z), self._mixed(z) if self._mixes else None, copy, None)
+        self._relax(self.in_order(f_z), self.in_order(z) if self._mixes else None, copy, None)
 
     def relax_norms(self, f_z: Tensor, z: Tensor | None, copy: Tensor) -> Tensor:
-        """The half-step. Returns partial sums of the squared changes and of the squared new state: [2, chunks, LANES]
-        numbers."""
+        """The half-step. Returns partial sums of the squared changes and of the squared new state, of the shape
+        [2, chunks, LANES]."""
         partial = self.state.new_empty((2, chunks_of(self.state.numel()), LANES), dtype=self.sums)
-        self._relax(self.in_order(f_z), self._mixed(z) if self._mixes else None, copy, partial)
+        self._relax(self.in_order(f_z), self.in_order(z) if self._mixes else None, copy, partial)
         return partial
 
     def invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor) -> None:
         """The inverse of the half-step."""
-        self._invert(self.in_order(f_z), self._mixed(z) if self._mixes else None, copy, NO_ADJOINTS)
+        self._invert(self.in_order(f_z), self.in_order(z) if self._mixes else None, copy, NO_ADJOINTS, None)
 
-    def invert_adjoint(
-        self,
-        f_z: Tensor,
-        z: Tensor | None,
-        copy: Tensor,
-        adjoint: Tensor,
-        vjp: Tensor,
-        other: Tensor | None = None,
-        seed: Tensor | None = None,
-    ) -> None:
-        """The inverse, and adjoint = a adjoint + b vjp + c other, which is copied to the seed, in the seed's dtype."""
-        adjoints = adjoint, self.in_order(vjp), self._mixed(other) if self._mixes else None, seed
-        self._invert(self.in_order(f_z), self._mixed(z) if self._mixes else None, copy, adjoints)
+    def invert_adjoint(self, f_z: Tensor, z: Tensor | None, copy: Tensor, *adjoints: Any) -> None:
+        """The inverse, and adjoint = a adjoint + b vjp + c other, which is copied to the seed, in the seed's dtype.
+        `adjoints` are adjoint, vjp, other and seed, of which the last two may be None or left out."""
+        z = self.in_order(z) if self._mixes else None
+        self._invert(self.in_order(f_z), z, copy, self._adjoints(*adjoints), None)
 
-    def invert_compare(
-        self,
-        f_z: Tensor,
-        z: Tensor | None,
-        initial: Tensor,
-        floor: Tensor,
-        adjoint: Tensor | None = None,
-        vjp: Tensor | None = None,
-        other: Tensor | None = None,
-        seed: Tensor | None = None,
-    ) -> Tensor:
-        """The last inverse, whose result is known: the state is not changed, but compared. Returns the bits of the
-        largest errors, relative to the state or to `floor`, a float32 number: [chunks, LANES]."""
-        adjoints = NO_ADJOINTS
-        if adjoint is not None and vjp is not None:
-            adjoints = adjoint, self.in_order(vjp), self._mixed(other) if self._mixes else None, seed
+    def invert_compare(self, f_z: Tensor, z: Tensor | None, initial: Tensor, floor: Tensor, *adjoints: Any) -> Tensor:
+        """The last inverse, whose result is known: the state is not changed, but compared. The adjoints, if there are
+        any, are updated. Returns the bits of the largest errors, relative to the state or to `floor`, a float32 number,
+        of the shape [chunks, LANES]."""
         maxima = self.state.new_empty((chunks_of(self.state.numel()), LANES), dtype=torch.int32)
-        z = self._mixed(z) if self._mixes else None
-        self._compare(self.in_order(f_z), z, self.in_order(initial), adjoints, floor, maxima)
+        z, updated = self.in_order(z) if self._mixes else None, self._adjoints(*adjoints) if adjoints else NO_ADJOINTS
+        self._invert(self.in_order(f_z), z, self.in_order(initial), updated, (floor, maxima))
         return maxima
 
-    def in_order(self, x: Tensor) -> Tensor:
+    def in_order(self, x: Any) -> Any:
         """x in the memory layout of the state: x itself, or a copy, at the cost of an additional pass over memory."""
         if (x.stride() == self._stride or layout(x) == layout(self.state)) and not x.is_neg():
             return x
         return torch.empty_like(self.state, dtype=x.dtype).copy_(x)
 
-    def _mixed(self, x: Tensor | None) -> Tensor:
-        if x is None:
-            raise TypeError("gamma is not 1, so that what f read, and the adjoint of the other state, are needed")
-        return self.in_order(x)
+    def _adjoints(self, adjoint: Tensor, vjp: Tensor, other: Tensor | None = None, seed: Any = None) -> Adjoints:
+        return adjoint, self.in_order(vjp), self.in_order(other) if self._mixes else None, seed
 
     def _relax(self, f_z: Tensor, z: Tensor | None, copy: Tensor, partial: Tensor | None) -> None:
         raise NotImplementedError
 
-    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints) -> None:
-        raise NotImplementedError
-
-    def _compare(
-        self, f_z: Tensor, z: Tensor | None, initial: Tensor, adjoints: Adjoints, floor: Tensor, maxima: Tensor
-    ) -> None:
+    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints, compared: Compared) -> None:
+        """With `compared`, nothing is written but the adjoints and the errors, and the initial state is in the place of
+        the copy."""
         raise NotImplementedError

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import half_step
-from .half_step import LANES, Adjoints, Coefficients, chunks_of, rows_of
+from .half_step import LANES, Adjoints, Coefficients, Compared, chunks_of, rows_of
 
 Function: TypeAlias = Callable[[Tensor], Tensor]
 operators = torch.ops.revdeq
@@ -63,21 +63,24 @@ def evaluate(f: Function, read: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def relaxed(y: Tensor, f_z: Tensor, z: Tensor | None, step: Coefficients) -> Tensor:
+    """y' = a y + t"""
     return step.a * y + _moved_by(f_z, z, step)
 
 
 def inverted(y: Tensor, f_z: Tensor, z: Tensor | None, step: Coefficients) -> Tensor:
+    """y = (y' - t) / a"""
     a = y.new_full((), step.a)  # on GPUs, torch multiplies by the reciprocal of a Python number
     return (y - _moved_by(f_z, z, step)) / a
 
 
 def _moved_by(f_z: Tensor, z: Tensor | None, step: Coefficients) -> Tensor:
+    """t = b f(z) + c z"""
     moved = step.b * f_z.double()
     return moved + step.c * z.double() if step.c and z is not None else moved
 
 
 def update(adjoints: Adjoints, step: Any) -> None:
-    """Does nothing without an adjoint."""
+    """adjoint = a adjoint + b vjp + c other, if there is an adjoint, and its copy, the seed."""
     adjoint, vjp, other, seed = adjoints
     if adjoint is None or vjp is None:
         return
@@ -120,14 +123,12 @@ class HalfStep(half_step.HalfStep):
         self.state.copy_(after)
         copy.copy_(after)
 
-    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints) -> None:
-        self.state.copy_(inverted(self.state, f_z, z, self.step))
-        copy.copy_(self.state)
+    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints, compared: Compared) -> None:
+        before = inverted(self.state, f_z, z, self.step)
         update(adjoints, self.step)
-
-    def _compare(
-        self, f_z: Tensor, z: Tensor | None, initial: Tensor, adjoints: Adjoints, floor: Tensor, maxima: Tensor
-    ) -> None:
-        error = inverted(self.state, f_z, z, self.step) - initial.double()
-        maxima.copy_(lane_maxima(error, self.state, floor))
-        update(adjoints, self.step)
+        if compared:
+            floor, maxima = compared
+            maxima.copy_(lane_maxima(before - copy.double(), self.state, floor))
+        else:
+            self.state.copy_(before)
+            copy.copy_(before)

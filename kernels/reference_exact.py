@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from . import half_step, reference
-from .half_step import LANES, Adjoints
+from .half_step import LANES, Adjoints, Compared
 from .radix import Radix
 from .reference import Function, evaluate
 
@@ -118,7 +118,6 @@ class HalfStep(half_step.HalfStep):
         overflow, or of an initial value. What is computed after it is meaningless.
     """
 
-    dtype = torch.int64
     sums = torch.float32
     alarm: Tensor
 
@@ -134,8 +133,8 @@ class HalfStep(half_step.HalfStep):
         self._encode(self.in_order(x))
         return self
 
-    def decoded(self, dtype: torch.dtype, rows: Any = ...) -> Tensor:
-        state = self.state[rows]
+    def decoded(self, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
+        state = self.state if rows is None else self.state[rows]
         return decode(state >> 32, torch.empty_like(state, dtype=dtype), self.step)
 
     def duplicate(self) -> Self:
@@ -174,24 +173,21 @@ class HalfStep(half_step.HalfStep):
         decode(y, copy, self.step)
         self._raise_alarm(f_z, bad)
 
-    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints) -> None:
+    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints, compared: Compared) -> None:
+        """A nonzero remainder in the initial state is an error too."""
         y, r = inverted(self.state, f_z, z, self.step)
+        reference.update(adjoints, self.step)
+        if compared:
+            floor, maxima = compared
+            error = (y - integer(copy, self.step)[0]).to(torch.float32) * self.step.unit + r.to(torch.float32)
+            value = (self.state >> 32).to(torch.float32) * self.step.unit
+            maxima.copy_(reference.lane_maxima(error, value, floor))
+            return
         spilled = self._take_back()
         if spilled is not None:
             r = spilled.to(torch.int64) & 0xFFFFFFFF
         self.state.copy_((y << 32) | r)
         decode(y, copy, self.step)
-        reference.update(adjoints, self.step)
-
-    def _compare(
-        self, f_z: Tensor, z: Tensor | None, initial: Tensor, adjoints: Adjoints, floor: Tensor, maxima: Tensor
-    ) -> None:
-        """A nonzero remainder in the initial state is an error too."""
-        y, r = inverted(self.state, f_z, z, self.step)
-        error = (y - integer(initial, self.step)[0]).to(torch.float32) * self.step.unit + r.to(torch.float32)
-        value = (self.state >> 32).to(torch.float32) * self.step.unit
-        maxima.copy_(reference.lane_maxima(error, value, floor))
-        reference.update(adjoints, self.step)
 
     def _raise_alarm(self, f_z: Tensor, bad: Tensor) -> None:
         """The alarm of the first lane."""

@@ -3,37 +3,26 @@
 import ctypes
 import importlib.util
 import struct
-from ctypes import c_char_p, c_int, c_void_p
 from typing import Any
 
 import torch  # before the library, which shares torch's OpenMP runtime
 from torch import Tensor, get_num_threads
 
 from .. import half_step, reference_exact
-from ..half_step import Adjoints, Coefficients, rows_of
+from ..half_step import Adjoints, Coefficients, Compared, rows_of
 from ..radix import Radix
 
+STATE, RELAX, INVERT = struct.Struct("@Pqdddd5i"), struct.Struct("=5i5Q48x"), struct.Struct("=5i11Q")
+"""The structure in common.h, in two parts. The first is packed once per state; the second begins with the number of
+threads, and has six pointers more for an inverse, which are otherwise NULL."""
 CODE = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum dtype of common.h
-BOUND, COMPARED = struct.Struct("@Pqddddiiiii"), struct.Struct("@PP")  # half_step and comparison of common.h
-
-CALL = [c_char_p, c_int, c_void_p, c_int, c_void_p, c_void_p, c_int]
-"""The half-step, the number of threads, f, its dtype, z, the copy or the initial value, and its dtype."""
-BACK = [*CALL, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_char_p]
-"""And the adjoint, the product, the other adjoint, the seed, its dtype, and the comparison."""
-ARGUMENTS = {
-    "revdeq_relax": [*CALL, c_void_p],
-    "revdeq_invert": BACK,
-    "revdeq_exact_relax": [*CALL, c_void_p, c_void_p],
-    "revdeq_exact_invert": [*BACK, c_void_p],
-}
 
 
 def load(path: str) -> Any:
     """Load the library. Raises if it is of another version."""
     library = ctypes.CDLL(path)
-    for name, arguments in ARGUMENTS.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, c_int if name == "revdeq_exact_relax" else None
+    for function in (library.revdeq_float64, library.revdeq_exact):
+        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
     return library
 
 
@@ -56,43 +45,36 @@ except (OSError, AttributeError, ValueError) as error:  # built on another machi
     library, trouble = None, str(error)
 
 
-def address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+def relax(f_z: Tensor, z: Tensor | None, copy: Tensor, sums: Tensor | None, spill: Tensor | None = None) -> bytes:
+    """The second part for a half-step."""
+    types, optional = (CODE[f_z.dtype], CODE[copy.dtype], 0), (address(sums), address(spill))
+    return RELAX.pack(get_num_threads(), 0, *types, f_z.data_ptr(), address(z), copy.data_ptr(), *optional)
 
 
-def addresses(adjoints: Adjoints) -> tuple[int | None, ...]:
-    """Their addresses, and the dtype of the seed."""
-    adjoint, vjp, other, seed = adjoints
-    if adjoint is None or vjp is None:
-        return None, None, None, None, 0
-    first = adjoint.data_ptr(), vjp.data_ptr(), None if other is None else other.data_ptr()
-    return (*first, None, 0) if seed is None else (*first, seed.data_ptr(), CODE[seed.dtype])
+def invert(
+    f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints, compared: Compared, spill: Tensor | None = None
+) -> bytes:
+    """The second part for an inverse."""
+    types = CODE[f_z.dtype], CODE[copy.dtype], 0 if adjoints[3] is None else CODE[adjoints[3].dtype]
+    tensors = f_z, z, copy, None, spill, *adjoints, *(compared or (None, None))
+    return INVERT.pack(get_num_threads(), 1, *types, *[0 if x is None else x.data_ptr() for x in tensors])
 
 
-def call(function: Any, h: Any, f_z: Tensor, z: Tensor | None, copy: Tensor, *more: int | None) -> Any:
-    """Call a function for a bound half-step. Around 1 us, of which the conversion of arguments is half."""
-    read = None if z is None else z.data_ptr()
-    f, f_type, copy_type = f_z.data_ptr(), CODE[f_z.dtype], CODE[copy.dtype]
-    return function(h.bound, get_num_threads(), f, f_type, read, copy.data_ptr(), copy_type, *more)
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 class HalfStep(half_step.HalfStep):
     def __init__(self, state: Tensor, step: Coefficients) -> None:
         super().__init__(state, step)
         n = state.numel()
-        self.bound = BOUND.pack(state.data_ptr(), n, step.a, step.b, step.c, 1.0, rows_of(n), 0, 0, 0, 0)
+        self._packed = STATE.pack(state.data_ptr(), n, step.a, step.b, step.c, 1.0, rows_of(n), 0, 0, 0, 0)
 
     def _relax(self, f_z: Tensor, z: Tensor | None, copy: Tensor, partial: Tensor | None) -> None:
-        call(library.revdeq_relax, self, f_z, z, copy, address(partial))
+        library.revdeq_float64(self._packed + relax(f_z, z, copy, partial))
 
-    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints) -> None:
-        call(library.revdeq_invert, self, f_z, z, copy, *addresses(adjoints), None)
-
-    def _compare(
-        self, f_z: Tensor, z: Tensor | None, initial: Tensor, adjoints: Adjoints, floor: Tensor, maxima: Tensor
-    ) -> None:
-        compared = COMPARED.pack(floor.data_ptr(), maxima.data_ptr())
-        call(library.revdeq_invert, self, f_z, z, initial, *addresses(adjoints), compared)
+    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints, compared: Compared) -> None:
+        library.revdeq_float64(self._packed + invert(f_z, z, copy, adjoints, compared))
 
 
 class ExactHalfStep(reference_exact.HalfStep):
@@ -100,19 +82,13 @@ class ExactHalfStep(reference_exact.HalfStep):
         super().__init__(state, step)
         n = state.numel()
         integers = rows_of(n), step.sign, step.p, step.d, step.fraction_bits
-        self.bound = BOUND.pack(state.data_ptr(), n, step.a, step.b, step.c, step.gamma, *integers)
+        self._packed = STATE.pack(state.data_ptr(), n, step.a, step.b, step.c, step.gamma, *integers)
 
     def _relax(self, f_z: Tensor, z: Tensor | None, copy: Tensor, partial: Tensor | None) -> None:
         spill = self._spill()
-        if call(library.revdeq_exact_relax, self, f_z, z, copy, address(partial), address(spill)):
+        if library.revdeq_exact(self._packed + relax(f_z, z, copy, partial, spill)):
             self.alarm[0] = torch.maximum(self.alarm[0], reference_exact.magnitude_bits(f_z).max())
 
-    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints) -> None:
-        spill = self._take_back()  # alive until the call returns
-        call(library.revdeq_exact_invert, self, f_z, z, copy, *addresses(adjoints), None, address(spill))
-
-    def _compare(
-        self, f_z: Tensor, z: Tensor | None, initial: Tensor, adjoints: Adjoints, floor: Tensor, maxima: Tensor
-    ) -> None:
-        compared = COMPARED.pack(floor.data_ptr(), maxima.data_ptr())
-        call(library.revdeq_exact_invert, self, f_z, z, initial, *addresses(adjoints), compared, None)
+    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints, compared: Compared) -> None:
+        spill = self._take_back() if compared is None else None  # alive until the call returns
+        library.revdeq_exact(self._packed + invert(f_z, z, copy, adjoints, compared, spill))

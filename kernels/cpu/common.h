@@ -1,6 +1,6 @@
 /* What the half-steps of both states share: dtypes, chunks and threads, and the adjoint.
  *
- * Plain C, with neither Python's nor torch's headers: cpu.py loads the library with ctypes.
+ * Plain C, with neither Python's nor torch's headers: __init__.py loads the library with ctypes.
  * Compile without contraction (-ffp-contract=off): a fused multiply-add would change the bits.
  */
 #include <math.h>
@@ -93,33 +93,23 @@ INLINE void *at(const void *p, int64_t i, enum dtype type) {
     default: { const enum dtype NAME = F16; __VA_ARGS__; } break;     \
     }
 
-/* The half-steps of one state; __init__.py packs this structure. gamma, sign, p, d and bits are the exact state's. */
+/* A half-step and its tensors; __init__.py packs this structure. gamma, sign, p, d and bits are the exact state's. NULL
+ * are: z where gamma is 1; what belongs to adjoints where there are none; the seed, sums [2][chunks][LANES], and spill
+ * where they are not asked for; floor and worst [chunks][LANES] unless an inverse is compared with the initial state,
+ * which is then in the place of the copy. */
 typedef struct {
     void *state;
     int64_t n;
     double a, b, c, gamma;
-    int32_t rows, sign, p, d, bits;
-} half_step;
-
-/* Where the last inverse is compared with the initial state: the largest errors, [chunks][LANES], relative to the state or
- * to the floor. __init__.py packs this, too. */
-typedef struct {
+    int32_t rows, sign, p, d, bits, threads, inverse, f_type, copy_type, seed_type;
+    const void *f, *z;
+    void *copy, *sums;
+    int32_t *spill;
+    void *adjoint;
+    const void *vjp, *other;
+    void *seed;
     const float *floor;
     int32_t *worst;
-} comparison;
-
-/* The tensors of a call. NULL are: z where gamma is 1; sums, [2][chunks][LANES], unless they are asked for; the adjoint
- * and its company where there is no gradient, and the seed; spill, unless the remainders are spilled; and
- * compared, or else the initial state is in the place of the copy. */
-typedef struct {
-    const half_step *h;
-    const void *f, *z;
-    void *copy, *adjoint;
-    const void *vjp, *other;
-    void *seed, *sums;
-    const comparison *compared;
-    int32_t *spill;
-    int f_type, copy_type, seed_type;
 } call;
 
 /* Elements [from, from + n) of the state, which are number `chunk` of so many. */
@@ -129,23 +119,21 @@ typedef struct {
 
 /* Runs a function for every chunk, and returns whether it did for any. A parallel region with one thread would cost
  * 0.7 us, as much as 2,000 elements. */
-static int each_chunk(const call *c, int threads, int (*run)(const call *, part)) {
-    const int64_t size = (int64_t)c->h->rows * LANES, n = c->h->n, chunks = (n + size - 1) / size;
+static int each_chunk(const call *c, int (*run)(const call *, part)) {
+    const int64_t size = (int64_t)c->rows * LANES, n = c->n, chunks = (n + size - 1) / size;
     int any = 0;
     int64_t i;
-    if (n < SERIAL)
-        threads = 1;
-#define CHUNK (part){i, chunks, i * size, n - i * size < size ? n - i * size : size}
-    if (threads < 2) {
+#define RUN any |= run(c, (part){i, chunks, i * size, n - i * size < size ? n - i * size : size})
+    if (n < SERIAL || c->threads < 2) {
         for (i = 0; i < chunks; i++)
-            any |= run(c, CHUNK);
+            RUN;
         return any;
     }
 #ifdef _OPENMP
-#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : any)
+#pragma omp parallel for schedule(static) num_threads(c->threads) reduction(| : any)
 #endif
     for (i = 0; i < chunks; i++)
-        any |= run(c, CHUNK);
+        RUN;
     return any;
 }
 
@@ -153,11 +141,11 @@ static int each_chunk(const call *c, int threads, int (*run)(const call *, part)
  * is read only if `mix`, which is a constant in every call: a condition in a loop would prevent vectorisation. */
 #define UPDATE(REAL)                                                                                                 \
     for (int64_t i = 0; i < n; i++) {                                                                                \
-        REAL next = (REAL)h->a * ((REAL *)adjoint)[i] + (REAL)h->b * (REAL)load(vjp, i, type);                       \
-        ((REAL *)adjoint)[i] = mix ? next + (REAL)h->c * ((const REAL *)other)[i] : next;                            \
+        REAL next = (REAL)a * ((REAL *)adjoint)[i] + (REAL)b * (REAL)load(vjp, i, type);                             \
+        ((REAL *)adjoint)[i] = mix ? next + (REAL)c * ((const REAL *)other)[i] : next;                               \
     }
 
-INLINE void update_loop(const half_step *h, void *adjoint, const void *vjp, const void *other, int64_t n,
+INLINE void update_loop(double a, double b, double c, void *adjoint, const void *vjp, const void *other, int64_t n,
                         enum dtype type, const int mix) {
     if (type == F64)
         _Pragma("omp simd") UPDATE(double)
@@ -176,20 +164,17 @@ INLINE void copy_loop(const void *from, void *to, int64_t n, enum dtype type, en
 CLONES static void update_adjoint(const call *c, part p) {
     if (!c->adjoint)
         return;
-    const half_step h = *c->h;
     const enum dtype wide = c->copy_type == F64 ? F64 : F32;
     void *adjoint = at(c->adjoint, p.from, wide);
     CONSTANT(C, c->copy_type, {
         const void *vjp = at(c->vjp, p.from, C);
         if (c->other)
-            update_loop(&h, adjoint, vjp, at(c->other, p.from, wide), p.n, C, 1);
+            update_loop(c->a, c->b, c->c, adjoint, vjp, at(c->other, p.from, wide), p.n, C, 1);
         else
-            update_loop(&h, adjoint, vjp, NULL, p.n, C, 0);
+            update_loop(c->a, c->b, 0, adjoint, vjp, NULL, p.n, C, 0);
     })
-    if (c->seed && wide == F64)
-        CONSTANT(S, c->seed_type, copy_loop(adjoint, at(c->seed, p.from, S), p.n, F64, S))
-    else if (c->seed)
-        CONSTANT(S, c->seed_type, copy_loop(adjoint, at(c->seed, p.from, S), p.n, F32, S))
+    if (c->seed)
+        CONSTANT(W, wide, CONSTANT(S, c->seed_type, copy_loop(adjoint, at(c->seed, p.from, S), p.n, W, S)))
 }
 
 /* The bits of |error| / max(|value|, floor), which are ordered like the numbers, with NaN as the largest. */

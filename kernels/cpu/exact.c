@@ -14,9 +14,13 @@ typedef struct {
     int32_t from, to, sign, weight;
 } radix;
 
-INLINE radix there(const half_step *h) { return (radix){h->p, h->d, h->sign, h->d - h->sign * h->p}; }
-INLINE radix back(const half_step *h) { return (radix){h->d, h->p, h->sign, h->p - h->sign * h->d}; }
-INLINE double unit(const half_step *h) { return 1.0 / (double)((int64_t)1 << h->bits); }
+INLINE radix radix_of(const call *c) {
+    if (c->inverse)
+        return (radix){c->d, c->p, c->sign, c->p - c->sign * c->d};
+    return (radix){c->p, c->d, c->sign, c->d - c->sign * c->p};
+}
+
+INLINE double unit(const call *c) { return 1.0 / (double)((int64_t)1 << c->bits); }
 
 INLINE uint64_t word_of(double x) { uint64_t u; memcpy(&u, &x, 8); return u; }
 INLINE double double_of(uint64_t u) { double x; memcpy(&x, &u, 8); return x; }
@@ -91,7 +95,7 @@ INLINE void decode_loop(const int32_t *y, void *copy, int64_t n, double unit, en
 
 /* Calls with constant dtypes. Elements [row, row + n) of a tensor, in units of 2^-G. */
 INLINE int integers(const call *c, const void *x, int type, const void *z, int64_t row, int32_t *number, int64_t n) {
-    const double scale = 1 / unit(c->h), gamma = c->h->gamma;
+    const double scale = 1 / unit(c), gamma = c->gamma;
     int bad = 0;
     if (z)
         CONSTANT(F, type, CONSTANT(C, c->copy_type,
@@ -102,7 +106,8 @@ INLINE int integers(const call *c, const void *x, int type, const void *z, int64
 }
 
 /* Converts f and steps a row of the state, and stores Y in y. Returns whether an f or a Y did not fit. */
-INLINE int step_row(const call *c, int64_t *state, int64_t row, int64_t n, int32_t *y, radix radix) {
+INLINE int step_row(const call *c, int64_t *state, int64_t row, int64_t n, int32_t *y) {
+    const radix radix = radix_of(c);
     int32_t number[LANES];
     int bad = integers(c, c->f, c->f_type, c->z, row, number, n);
     if (radix.from == 1)
@@ -115,11 +120,11 @@ INLINE int step_row(const call *c, int64_t *state, int64_t row, int64_t n, int32
 #define FOR_EACH_ROW                                                                                                \
     for (int64_t row = p.from, end = p.from + p.n, n; n = end - row < LANES ? end - row : LANES, row < end; row += LANES)
 
-#define DECODE CONSTANT(C, c->copy_type, decode_loop(y, at(c->copy, row, C), n, unit(c->h), C))
+#define DECODE CONSTANT(C, c->copy_type, decode_loop(y, at(c->copy, row, C), n, unit(c), C))
 
-/* Returns whether an f or a Y did not fit. With a spill, the remainder is saved there and restarts from 0. */
+/* With a spill, the remainder is saved there and restarts from 0. */
 CLONES static int relax(const call *c, part p) {
-    const float last_bit = (float)unit(c->h);
+    const float last_bit = (float)unit(c);
     float *change = NULL, *value = NULL;
     int bad = 0;
     if (c->sums) {
@@ -128,7 +133,7 @@ CLONES static int relax(const call *c, part p) {
         memset(value, 0, LANES * sizeof *value);
     }
     FOR_EACH_ROW {
-        int64_t *state = (int64_t *)c->h->state + row, before[LANES];
+        int64_t *state = (int64_t *)c->state + row, before[LANES];
         int32_t y[LANES];
         memcpy(before, state, n * sizeof *state);
         if (c->spill)
@@ -136,7 +141,7 @@ CLONES static int relax(const call *c, part p) {
                 c->spill[row + i] = (int32_t)(uint32_t)state[i];
                 state[i] = (int64_t)((uint64_t)state[i] & ~(uint64_t)LOW);
             }
-        bad |= step_row(c, state, row, n, y, there(c->h));
+        bad |= step_row(c, state, row, n, y);
         DECODE
         if (change)
             for (int64_t i = 0; i < n; i++) {
@@ -151,9 +156,9 @@ CLONES static int relax(const call *c, part p) {
 /* With a spill, the remainder is restored from there. */
 CLONES static void invert(const call *c, part p) {
     FOR_EACH_ROW {
-        int64_t *state = (int64_t *)c->h->state + row;
+        int64_t *state = (int64_t *)c->state + row;
         int32_t y[LANES];
-        step_row(c, state, row, n, y, back(c->h));
+        step_row(c, state, row, n, y);
         DECODE
         if (c->spill)
             for (int64_t i = 0; i < n; i++)
@@ -163,16 +168,16 @@ CLONES static void invert(const call *c, part p) {
 
 /* A nonzero remainder in the initial state is an error too. */
 CLONES static void compare(const call *c, part p) {
-    const float last_bit = (float)unit(c->h), floor = *c->compared->floor;
-    int32_t *worst = c->compared->worst + p.chunk * LANES;
+    const float last_bit = (float)unit(c), floor = *c->floor;
+    int32_t *worst = c->worst + p.chunk * LANES;
     memset(worst, 0, LANES * sizeof *worst);
     FOR_EACH_ROW {
-        const int64_t *state = (const int64_t *)c->h->state + row;
+        const int64_t *state = (const int64_t *)c->state + row;
         int64_t before[LANES];
         int32_t y[LANES], start[LANES];
         memcpy(before, state, n * sizeof *state);
         integers(c, c->copy, c->copy_type, NULL, row, start, n);
-        step_row(c, before, row, n, y, back(c->h));
+        step_row(c, before, row, n, y);
         for (int64_t i = 0; i < n; i++) {
             float difference = (float)((double)y[i] - start[i]) * last_bit + (float)low(before[i]);
             int32_t bits = ratio_bits(difference, (float)high(state[i]) * last_bit, floor);
@@ -181,24 +186,13 @@ CLONES static void compare(const call *c, part p) {
     }
 }
 
-static int relax_chunk(const call *c, part p) { return relax(c, p); }
-
-static int invert_chunk(const call *c, part p) {
-    c->compared ? compare(c, p) : invert(c, p);
+static int step_chunk(const call *c, part p) {
+    if (!c->inverse)
+        return relax(c, p);
+    c->floor ? compare(c, p) : invert(c, p);
     update_adjoint(c, p);
     return 0;
 }
 
-/* Returns whether an f or a Y did not fit. */
-API int revdeq_exact_relax(const half_step *h, int threads, const void *f, int f_type, const void *z, void *copy,
-                           int copy_type, float *sums, int32_t *spill) {
-    call c = {h, f, z, copy, NULL, NULL, NULL, NULL, sums, NULL, spill, f_type, copy_type, 0};
-    return each_chunk(&c, threads, relax_chunk);
-}
-
-API void revdeq_exact_invert(const half_step *h, int threads, const void *f, int f_type, const void *z, void *copy,
-                             int copy_type, void *adjoint, const void *vjp, const void *other, void *seed,
-                             int seed_type, const comparison *compared, int32_t *spill) {
-    call c = {h, f, z, copy, adjoint, vjp, other, seed, NULL, compared, spill, f_type, copy_type, seed_type};
-    each_chunk(&c, threads, invert_chunk);
-}
+/* Returns whether an f or a Y of a half-step did not fit. */
+API int revdeq_exact(const call *c) { return each_chunk(c, step_chunk); }

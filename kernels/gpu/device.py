@@ -37,7 +37,7 @@ def _first_kernel_trouble(device: torch.device) -> str:
     try:
         with on(device):
             kernel = _relax_kernel.warmup(
-                *tensors, *numbers, 1, RELAX_BLOCK, grid=(1,), num_warps=warps(device), enable_fp_fusion=False
+                *tensors, *numbers, 1, True, RELAX_BLOCK, grid=(1,), num_warps=warps(device), enable_fp_fusion=False
             )
             getattr(kernel, "run", None)  # loads it; a compilation hook may have returned None
     except Exception as error:

@@ -3,15 +3,13 @@
 All arithmetic is in integers, and conversions are in float32: there is no float64 arithmetic unless f is float64.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .. import half_step, reference_exact
-from ..half_step import Adjoints
+from ..half_step import Adjoints, Compared
 from ..radix import Radix
 from . import integers, memory
 from .float64 import magnitude_bits, ratio_bits, update_adjoint
@@ -23,7 +21,7 @@ INTEGERS = ["n", "start", "to", "sign", "weight", "by_start", "by_to"]
 
 
 @triton.jit
-def _mixed(p_f, p_z, step, o, m):
+def _mixed(p_f, p_z, gamma, o, m):
     """f, and g = gamma f + (1 - gamma) z; without z, f again."""
     f = memory.load(p_f, o, m)
     if p_z is None:
@@ -31,7 +29,7 @@ def _mixed(p_f, p_z, step, o, m):
     else:  # noqa: RET505
         z = memory.load(p_z, o, m)
         WIDE: tl.constexpr = tl.float64 if f.dtype == tl.float64 or z.dtype == tl.float64 else tl.float32
-        gamma = tl.cast(step[-1], WIDE)  # a float32 number
+        gamma = tl.cast(gamma, WIDE)  # a float32 number
         return f, gamma * f.to(WIDE) + (1.0 - gamma) * z.to(WIDE)
 
 
@@ -57,96 +55,60 @@ def _raise_alarm(p_alarm, alarm, SIZE: tl.constexpr):
     tl.store(p_alarm + o_lane, alarm, mask=alarm != 0)
 
 
-@triton.jit
-def _encode(p_state, p_x, UNIT: tl.constexpr, o, m):
-    """Returns the alarm."""
+@triton.jit(do_not_specialize=["n"])
+def _encode_kernel(p_state, p_x, p_alarm, n: tl.int64, UNIT: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr):
+    o, m = memory.block(n, EVEN, SIZE)
     x = memory.load(p_x, o, m)
     number, fits = integers.rounded(x, UNIT)
     memory.store(p_state, number << 32, o, m)
-    return _alarm(x, fits)
+    _raise_alarm(p_alarm, _alarm(x, fits), SIZE)
 
 
 @triton.jit(do_not_specialize=["n"])
-def _encode_kernel(p_state, p_x, p_alarm, n: tl.int64, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    first = memory.first(BLOCK)
-    o = first + memory.offsets(BLOCK)
-    if first + BLOCK <= n:
-        alarm = _encode(p_state, p_x, UNIT, o, None)
-    else:
-        alarm = _encode(p_state, p_x, UNIT, o, o < n)
-    _raise_alarm(p_alarm, alarm, BLOCK)
-
-
-@triton.jit(do_not_specialize=["n"])
-def _decode_kernel(p_state, p_copy, n: tl.int64, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    first = memory.first(BLOCK)
-    o = first + memory.offsets(BLOCK)
-    if first + BLOCK <= n:
-        _store_decoded(p_copy, memory.load(p_state, o, None) >> 32, UNIT, o, None)
-    else:
-        _store_decoded(p_copy, memory.load(p_state, o, o < n) >> 32, UNIT, o, o < n)
-
-
-@triton.jit
-def _relax(p_state, p_f, p_z, p_copy, p_spill, step, UNIT: tl.constexpr, o, m):
-    """With a spill, the remainder is saved there and restarts from 0. Returns the change of Y, Y and the alarm, for an
-    f or a Y that does not fit."""
-    state = memory.load(p_state, o, m)
-    f, g = _mixed(p_f, p_z, step, o, m)
-    y, r = state >> 32, state & 0xFFFFFFFF
-    number, fits = integers.rounded(g, UNIT)
-    after, remainder = integers.stepped(y, r if p_spill is None else r * 0, number, step)
-    if p_spill is not None:
-        memory.store(p_spill, r, o, m)
-    memory.store(p_state, (after << 32) | remainder, o, m)
-    _store_decoded(p_copy, after, UNIT, o, m)
-    alarm = _alarm(f, fits & (after >= -2147483648) & (after < 2147483648))
-    return (after - y).to(tl.float32) * UNIT, after.to(tl.int32).to(tl.float32) * UNIT, alarm
+def _decode_kernel(p_state, p_copy, n: tl.int64, UNIT: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr):
+    o, m = memory.block(n, EVEN, SIZE)
+    _store_decoded(p_copy, memory.load(p_state, o, m) >> 32, UNIT, o, m)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def _relax_kernel(
     p_state, p_f, p_z, p_copy, p_spill, p_alarm, p_partial, n: tl.int64,
     start: tl.int32, to: tl.int32, sign: tl.int32, weight: tl.int32, by_start: tl.uint32, by_to: tl.uint32,
-    gamma: tl.float32, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    gamma: tl.float32, UNIT: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """With `p_partial`, adds up squares as in float64.py."""
-    step, alarms = (start, to, sign, weight, by_start, by_to, gamma), tl.full((LANES,), 0, tl.int32)
-    changes, squares = tl.full((LANES,), 0, tl.float32), tl.full((LANES,), 0, tl.float32)
+    """With a spill, the remainder is saved there and restarts from 0. The alarm is raised by an f or a Y that does not
+    fit. With `p_partial`, adds up squares as in float64.py."""
+    alarms = tl.full((SIZE,), 0, tl.int32)
+    changes, squares = tl.full((SIZE,), 0, tl.float32), tl.full((SIZE,), 0, tl.float32)
     for row in tl.range(ROWS):
-        first = memory.first(ROWS * LANES) + row * LANES
-        o = first + memory.offsets(LANES)
-        if first + LANES <= n:
-            change, y, alarm = _relax(p_state, p_f, p_z, p_copy, p_spill, step, UNIT, o, None)
-        else:
-            change, y, alarm = _relax(p_state, p_f, p_z, p_copy, p_spill, step, UNIT, o, o < n)
+        o, m = memory.block(n, EVEN, SIZE, row, ROWS)
+        state = memory.load(p_state, o, m)
+        f, g = _mixed(p_f, p_z, gamma, o, m)
+        y, r = state >> 32, state & 0xFFFFFFFF
+        number, fits = integers.rounded(g, UNIT)
+        if p_spill is not None:
+            memory.store(p_spill, r, o, m)
+            r = r * 0
+        after, r = integers.stepped(y, r, number, (start, to, sign, weight, by_start, by_to))
+        memory.store(p_state, (after << 32) | r, o, m)
+        _store_decoded(p_copy, after, UNIT, o, m)
+        fits = fits & (after >= -2147483648) & (after < 2147483648)
+        alarms = tl.maximum(alarms, _alarm(f, fits))
+        change, value = (after - y).to(tl.float32) * UNIT, after.to(tl.int32).to(tl.float32) * UNIT
         changes += change * change
-        squares += y * y
-        alarms = tl.maximum(alarms, alarm)
-    _raise_alarm(p_alarm, alarms, LANES)
+        squares += value * value
+    _raise_alarm(p_alarm, alarms, SIZE)
     if p_partial is not None:
-        memory.store_lanes(p_partial, changes, 0, LANES)
-        memory.store_lanes(p_partial, squares, 1, LANES)
+        memory.store_lanes(p_partial, changes, 0, SIZE)
+        memory.store_lanes(p_partial, squares, 1, SIZE)
 
 
 @triton.jit
-def _previous(state, p_f, p_z, step, UNIT: tl.constexpr, o, m):
+def _previous(state, p_f, p_z, gamma, step, UNIT: tl.constexpr, o, m):
     """Y and R before the half-step."""
-    _, g = _mixed(p_f, p_z, step, o, m)
+    _, g = _mixed(p_f, p_z, gamma, o, m)
     number, _ = integers.rounded(g, UNIT)
     return integers.stepped(state >> 32, state & 0xFFFFFFFF, number, step)
-
-
-@triton.jit
-def _invert(p_state, p_f, p_z, p_copy, p_spill, adjoints, weights, step, UNIT: tl.constexpr, o, m):
-    """With a spill, the remainder is restored from there."""
-    state = memory.load(p_state, o, m)
-    y, r = _previous(state, p_f, p_z, step, UNIT, o, m)
-    if p_spill is not None:
-        r = memory.load(p_spill, o, m).to(tl.int64) & 0xFFFFFFFF
-    update_adjoint(adjoints, weights[0], weights[1], o, m)
-    memory.store(p_state, (y << 32) | r, o, m)
-    _store_decoded(p_copy, y, UNIT, o, m)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -154,26 +116,18 @@ def _invert_kernel(
     p_state, p_f, p_z, p_copy, p_adjoint, p_vjp, p_other, p_seed, p_spill, n: tl.int64,
     start: tl.int32, to: tl.int32, sign: tl.int32, weight: tl.int32, by_start: tl.uint32, by_to: tl.uint32,
     gamma: tl.float32, a: tl.float64, b: tl.float64, c: tl.float64,
-    a_32: tl.float32, b_32: tl.float32, c_32: tl.float32, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    a_32: tl.float32, b_32: tl.float32, c_32: tl.float32,
+    UNIT: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    adjoints, step = (p_adjoint, p_vjp, p_other, p_seed), (start, to, sign, weight, by_start, by_to, gamma)
-    weights, first = ((a, b, c), (a_32, b_32, c_32)), memory.first(BLOCK)
-    o = first + memory.offsets(BLOCK)
-    if first + BLOCK <= n:
-        _invert(p_state, p_f, p_z, p_copy, p_spill, adjoints, weights, step, UNIT, o, None)
-    else:
-        _invert(p_state, p_f, p_z, p_copy, p_spill, adjoints, weights, step, UNIT, o, o < n)
-
-
-@triton.jit
-def _compare(p_state, p_f, p_z, p_initial, adjoints, weights, step, UNIT: tl.constexpr, floor, o, m):
-    """Returns the relative errors, as bits. A nonzero remainder in the initial state is an error too."""
+    """With a spill, the remainder is restored from there."""
+    o, m = memory.block(n, EVEN, SIZE)
     state = memory.load(p_state, o, m)
-    initial, _ = integers.rounded(memory.load(p_initial, o, m), UNIT)
-    y, r = _previous(state, p_f, p_z, step, UNIT, o, m)
-    update_adjoint(adjoints, weights[0], weights[1], o, m)
-    error = (y - initial).to(tl.float32) * UNIT + r.to(tl.float32)
-    return ratio_bits(error, (state >> 32).to(tl.int32).to(tl.float32) * UNIT, floor)
+    y, r = _previous(state, p_f, p_z, gamma, (start, to, sign, weight, by_start, by_to), UNIT, o, m)
+    if p_spill is not None:
+        r = memory.load(p_spill, o, m).to(tl.int64) & 0xFFFFFFFF
+    update_adjoint((p_adjoint, p_vjp, p_other, p_seed), (a, b, c), (a_32, b_32, c_32), o, m)
+    memory.store(p_state, (y << 32) | r, o, m)
+    _store_decoded(p_copy, y, UNIT, o, m)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -181,20 +135,21 @@ def _compare_kernel(
     p_state, p_f, p_z, p_initial, p_adjoint, p_vjp, p_other, p_seed, p_floor, p_maxima, n: tl.int64,
     start: tl.int32, to: tl.int32, sign: tl.int32, weight: tl.int32, by_start: tl.uint32, by_to: tl.uint32,
     gamma: tl.float32, a: tl.float64, b: tl.float64, c: tl.float64,
-    a_32: tl.float32, b_32: tl.float32, c_32: tl.float32, UNIT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    a_32: tl.float32, b_32: tl.float32, c_32: tl.float32,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    adjoints, step = (p_adjoint, p_vjp, p_other, p_seed), (start, to, sign, weight, by_start, by_to, gamma)
-    weights, floor = ((a, b, c), (a_32, b_32, c_32)), tl.load(p_floor)
-    maxima = tl.full((LANES,), 0, tl.int32)
+    """Stores the bits of the largest relative errors. A nonzero remainder in the initial state is an error too."""
+    floor, maxima = tl.load(p_floor), tl.full((SIZE,), 0, tl.int32)
     for row in tl.range(ROWS):
-        first = memory.first(ROWS * LANES) + row * LANES
-        o = first + memory.offsets(LANES)
-        if first + LANES <= n:
-            bits = _compare(p_state, p_f, p_z, p_initial, adjoints, weights, step, UNIT, floor, o, None)
-        else:
-            bits = _compare(p_state, p_f, p_z, p_initial, adjoints, weights, step, UNIT, floor, o, o < n)
-        maxima = tl.maximum(maxima, bits)
-    memory.store_lanes(p_maxima, maxima, 0, LANES)
+        o, m = memory.block(n, EVEN, SIZE, row, ROWS)
+        state = memory.load(p_state, o, m)
+        initial, _ = integers.rounded(memory.load(p_initial, o, m), UNIT)
+        y, r = _previous(state, p_f, p_z, gamma, (start, to, sign, weight, by_start, by_to), UNIT, o, m)
+        update_adjoint((p_adjoint, p_vjp, p_other, p_seed), (a, b, c), (a_32, b_32, c_32), o, m)
+        error = (y - initial).to(tl.float32) * UNIT + r.to(tl.float32)
+        value = (state >> 32).to(tl.int32).to(tl.float32) * UNIT
+        maxima = tl.maximum(maxima, ratio_bits(error, value, floor))
+    memory.store_lanes(p_maxima, maxima, 0, SIZE)
 
 
 class HalfStep(reference_exact.HalfStep):
@@ -205,8 +160,8 @@ class HalfStep(reference_exact.HalfStep):
         adjoint = step.a, step.b, step.c
         self._backward = d, p, step.sign, -step.sign * step.weight, *ends[::-1], step.gamma, *adjoint, *adjoint
 
-    def decoded(self, dtype: torch.dtype, rows: Any = ...) -> Tensor:
-        state = self.state[rows]
+    def decoded(self, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
+        state = self.state if rows is None else self.state[rows]
         copy = torch.empty_like(state, dtype=dtype)
         launch_blocks(_decode_kernel, BLOCK, (state, copy), (), (self.step.unit,))
         return copy
@@ -221,12 +176,9 @@ class HalfStep(reference_exact.HalfStep):
         else:
             launch_chunks(_relax_kernel, tensors, self._forward, (unit,))
 
-    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints) -> None:
-        tensors = self.state, f_z, z, copy, *adjoints, self._take_back()
-        launch_blocks(_invert_kernel, BLOCK, tensors, self._backward, (self.step.unit,))
-
-    def _compare(
-        self, f_z: Tensor, z: Tensor | None, initial: Tensor, adjoints: Adjoints, floor: Tensor, maxima: Tensor
-    ) -> None:
-        tensors = self.state, f_z, z, initial, *adjoints, floor, maxima
-        launch_chunks(_compare_kernel, tensors, self._backward, (self.step.unit,))
+    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints, compared: Compared) -> None:
+        tensors, unit = (self.state, f_z, z, copy, *adjoints), (self.step.unit,)
+        if compared is None:
+            launch_blocks(_invert_kernel, BLOCK, (*tensors, self._take_back()), self._backward, unit)
+        else:
+            launch_chunks(_compare_kernel, (*tensors, *compared), self._backward, unit)

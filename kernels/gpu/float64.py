@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import half_step
-from ..half_step import Adjoints
+from ..half_step import Adjoints, Compared
 from . import memory
 from .launch import launch_blocks, launch_chunks
 
@@ -31,35 +31,24 @@ def _moved_by(p_f, p_z, b, c, o, m):
     return moved
 
 
-@triton.jit
-def _relax(p_y, p_f, p_z, p_copy, a, b, c, o, m):
-    """Returns the state before and after."""
-    y = memory.load(p_y, o, m)
-    after = a * y + _moved_by(p_f, p_z, b, c, o, m)
-    memory.store(p_y, after, o, m)
-    memory.store(p_copy, after, o, m)
-    return y, after
-
-
 @triton.jit(do_not_specialize=["n"])
 def _relax_kernel(
     p_y, p_f, p_z, p_copy, p_partial, n: tl.int64, a: tl.float64, b: tl.float64, c: tl.float64,
-    ROWS: tl.constexpr, LANES: tl.constexpr,
+    ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """With `p_partial`, adds up the squared changes and the squared new states."""
-    changes, squares = tl.full((LANES,), 0, tl.float64), tl.full((LANES,), 0, tl.float64)
+    changes, squares = tl.full((SIZE,), 0, tl.float64), tl.full((SIZE,), 0, tl.float64)
     for row in tl.range(ROWS):
-        first = memory.first(ROWS * LANES) + row * LANES
-        o = first + memory.offsets(LANES)
-        if first + LANES <= n:
-            y, after = _relax(p_y, p_f, p_z, p_copy, a, b, c, o, None)
-        else:
-            y, after = _relax(p_y, p_f, p_z, p_copy, a, b, c, o, o < n)
+        o, m = memory.block(n, EVEN, SIZE, row, ROWS)
+        y = memory.load(p_y, o, m)
+        after = a * y + _moved_by(p_f, p_z, b, c, o, m)
+        memory.store(p_y, after, o, m)
+        memory.store(p_copy, after, o, m)
         changes += (after - y) * (after - y)
         squares += after * after
     if p_partial is not None:
-        memory.store_lanes(p_partial, changes, 0, LANES)
-        memory.store_lanes(p_partial, squares, 1, LANES)
+        memory.store_lanes(p_partial, changes, 0, SIZE)
+        memory.store_lanes(p_partial, squares, 1, SIZE)
 
 
 DIVIDE: tl.constexpr = tl.constexpr(
@@ -67,33 +56,31 @@ DIVIDE: tl.constexpr = tl.constexpr(
     .reg .pred %usual_${:uid};
     .reg .b32 %exponent_${:uid};
     .reg .f64 %rest_${:uid};
-    mul.rn.f64 $0, $1, $2;
+    mul.rn.f64 $0, $1, $3;
     mov.b64 {_, %exponent_${:uid}}, $0;
     bfe.u32 %exponent_${:uid}, %exponent_${:uid}, 20, 11;
     add.s32 %exponent_${:uid}, %exponent_${:uid}, -123;
     setp.le.u32 %usual_${:uid}, %exponent_${:uid}, 1922;
-    fma.rn.f64 %rest_${:uid}, $0, $3, $1;
-    fma.rn.f64 $0, %rest_${:uid}, $2, $0;
+    neg.f64 %rest_${:uid}, $2;
+    fma.rn.f64 %rest_${:uid}, $0, %rest_${:uid}, $1;
+    fma.rn.f64 $0, %rest_${:uid}, $3, $0;
     @%usual_${:uid} bra USUAL_${:uid};
-    div.rn.f64 $0, $1, $4;
+    div.rn.f64 $0, $1, $2;
 USUAL_${:uid}:
     """
 )
-"""$1 / $4, given 1 / $4 in $2 and -$4 in $3: the product with the reciprocal, corrected by its residual. It is
-correctly rounded (Brisebarre, Muller and Raina, 2004) unless an intermediate result overflows or underflows. Quotients
-outside [2^-900, 2^1023), which include zeros, infinities and NaN, use the division instruction. This takes 3 float64
+"""$1 / $2, given 1 / $2 in $3: the product with the reciprocal, corrected by its residual. It is correctly rounded
+(Brisebarre, Muller and Raina, 2004) unless an intermediate result overflows or underflows. Quotients outside
+[2^-900, 2^1023), which include zeros, infinities and NaN, use the division instruction. This takes 3 float64
 instructions instead of 10, and on some GPUs float64 is slow."""
 
 
 @triton.jit
-def _previous(y, moved, a, inverse, minus_a, IN_PTX: tl.constexpr):
-    """(y - moved) / a"""
+def _quotient(x, a, inverse, IN_PTX: tl.constexpr):
     if IN_PTX:
-        return tl.inline_asm_elementwise(
-            DIVIDE, "=&d,d,d,d,d", [y - moved, inverse, minus_a, a], dtype=tl.float64, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise(DIVIDE, "=&d,d,d,d", [x, a, inverse], tl.float64, is_pure=True, pack=1)
     else:  # noqa: RET505
-        return (y - moved) / a
+        return x / a
 
 
 @triton.jit
@@ -112,29 +99,18 @@ def update_adjoint(adjoints, step, step_32, o, m):
             memory.store(p_seed, after, o, m)
 
 
-@triton.jit
-def _invert(p_y, p_f, p_z, p_copy, adjoints, a, b, c, step_32, inverse, minus_a, IN_PTX: tl.constexpr, o, m):
-    y = memory.load(p_y, o, m)
-    moved = _moved_by(p_f, p_z, b, c, o, m)
-    before = _previous(y, moved, a, inverse, minus_a, IN_PTX)
-    update_adjoint(adjoints, (a, b, c), step_32, o, m)
-    memory.store(p_y, before, o, m)
-    memory.store(p_copy, before, o, m)
-
-
 @triton.jit(do_not_specialize=["n"])
 def _invert_kernel(
     p_y, p_f, p_z, p_copy, p_adjoint, p_vjp, p_other, p_seed, n: tl.int64, a: tl.float64, b: tl.float64, c: tl.float64,
-    a_32: tl.float32, b_32: tl.float32, c_32: tl.float32, inverse: tl.float64, minus_a: tl.float64,
-    IN_PTX: tl.constexpr, BLOCK: tl.constexpr,
+    a_32: tl.float32, b_32: tl.float32, c_32: tl.float32, inverse: tl.float64,
+    IN_PTX: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    adjoints, step_32 = (p_adjoint, p_vjp, p_other, p_seed), (a_32, b_32, c_32)
-    first = memory.first(BLOCK)
-    o = first + memory.offsets(BLOCK)
-    if first + BLOCK <= n:
-        _invert(p_y, p_f, p_z, p_copy, adjoints, a, b, c, step_32, inverse, minus_a, IN_PTX, o, None)
-    else:
-        _invert(p_y, p_f, p_z, p_copy, adjoints, a, b, c, step_32, inverse, minus_a, IN_PTX, o, o < n)
+    o, m = memory.block(n, EVEN, SIZE)
+    y = memory.load(p_y, o, m)
+    before = _quotient(y - _moved_by(p_f, p_z, b, c, o, m), a, inverse, IN_PTX)
+    update_adjoint((p_adjoint, p_vjp, p_other, p_seed), (a, b, c), (a_32, b_32, c_32), o, m)
+    memory.store(p_y, before, o, m)
+    memory.store(p_copy, before, o, m)
 
 
 @triton.jit
@@ -149,37 +125,21 @@ def ratio_bits(error, y, floor):
     return magnitude_bits(tl.div_rn(error.to(tl.float32), size.to(tl.float32, bitcast=True)))
 
 
-@triton.jit
-def _compare(p_y, p_f, p_z, p_initial, adjoints, a, b, c, step_32, inverse, minus_a, IN_PTX: tl.constexpr, floor, o, m):
-    """Returns the relative errors, as bits."""
-    y = memory.load(p_y, o, m)
-    moved = _moved_by(p_f, p_z, b, c, o, m)
-    initial = memory.load(p_initial, o, m).to(tl.float64)
-    update_adjoint(adjoints, (a, b, c), step_32, o, m)
-    return ratio_bits(_previous(y, moved, a, inverse, minus_a, IN_PTX) - initial, y, floor)
-
-
 @triton.jit(do_not_specialize=["n"])
 def _compare_kernel(
     p_y, p_f, p_z, p_initial, p_adjoint, p_vjp, p_other, p_seed, p_floor, p_maxima, n: tl.int64,
     a: tl.float64, b: tl.float64, c: tl.float64, a_32: tl.float32, b_32: tl.float32, c_32: tl.float32,
-    inverse: tl.float64, minus_a: tl.float64, IN_PTX: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    inverse: tl.float64, IN_PTX: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    adjoints, step_32 = (p_adjoint, p_vjp, p_other, p_seed), (a_32, b_32, c_32)
-    floor, maxima = tl.load(p_floor), tl.full((LANES,), 0, tl.int32)
+    """Stores the bits of the largest relative errors."""
+    floor, maxima = tl.load(p_floor), tl.full((SIZE,), 0, tl.int32)
     for row in tl.range(ROWS):
-        first = memory.first(ROWS * LANES) + row * LANES
-        o = first + memory.offsets(LANES)
-        if first + LANES <= n:
-            bits = _compare(
-                p_y, p_f, p_z, p_initial, adjoints, a, b, c, step_32, inverse, minus_a, IN_PTX, floor, o, None
-            )
-        else:
-            bits = _compare(
-                p_y, p_f, p_z, p_initial, adjoints, a, b, c, step_32, inverse, minus_a, IN_PTX, floor, o, o < n
-            )
-        maxima = tl.maximum(maxima, bits)
-    memory.store_lanes(p_maxima, maxima, 0, LANES)
+        o, m = memory.block(n, EVEN, SIZE, row, ROWS)
+        y, initial = memory.load(p_y, o, m), memory.load(p_initial, o, m).to(tl.float64)
+        before = _quotient(y - _moved_by(p_f, p_z, b, c, o, m), a, inverse, IN_PTX)
+        update_adjoint((p_adjoint, p_vjp, p_other, p_seed), (a, b, c), (a_32, b_32, c_32), o, m)
+        maxima = tl.maximum(maxima, ratio_bits(before - initial, y, floor))
+    memory.store_lanes(p_maxima, maxima, 0, SIZE)
 
 
 class HalfStep(half_step.HalfStep):
@@ -190,20 +150,17 @@ class HalfStep(half_step.HalfStep):
         else:
             launch_chunks(_relax_kernel, tensors, numbers)
 
-    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints) -> None:
-        tensors = self.state, f_z, z, copy, *adjoints
-        launch_blocks(_invert_kernel, INVERT_BLOCK, tensors, self._inverse(), (is_ptx(self.state.device),))
-
-    def _compare(
-        self, f_z: Tensor, z: Tensor | None, initial: Tensor, adjoints: Adjoints, floor: Tensor, maxima: Tensor
-    ) -> None:
-        tensors = self.state, f_z, z, initial, *adjoints, floor, maxima
-        launch_chunks(_compare_kernel, tensors, self._inverse(), (is_ptx(self.state.device),))
+    def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints, compared: Compared) -> None:
+        tensors, constants = (self.state, f_z, z, copy, *adjoints), (is_ptx(self.state.device),)
+        if compared is None:
+            launch_blocks(_invert_kernel, INVERT_BLOCK, tensors, self._inverse(), constants)
+        else:
+            launch_chunks(_compare_kernel, (*tensors, *compared), self._inverse(), constants)
 
     def _inverse(self) -> tuple[float, ...]:
-        """The coefficients, for both precisions of an adjoint, and what DIVIDE needs."""
+        """The coefficients, for both precisions of an adjoint, and the reciprocal."""
         step = self.step.a, self.step.b, self.step.c
-        return *step, *step, 1 / self.step.a, -self.step.a
+        return *step, *step, 1 / self.step.a
 
 
 def is_ptx(device: torch.device) -> bool:

@@ -45,7 +45,7 @@ def divided(x, n, by):
 @triton.jit
 def stepped(y, r, number, step):
     """Y and R after a half-step, or after its inverse. Y is correct if its magnitude is below 2^34."""
-    start, to, sign, weight, by_start, by_to, _ = step
+    start, to, sign, weight, by_start, by_to = step
     rest, e = divided(r, start.to(tl.uint32), by_start.to(tl.uint32))
     t = (sign * start) * y + sign * e.to(tl.int64) + weight * number
     after, remainder = divided(t + (to.to(tl.int64) << 34), to.to(tl.uint32), by_to.to(tl.uint32))

@@ -36,32 +36,33 @@ def launch_blocks(
 ) -> None:
     """Launch one program per block of the first tensor, the state.
 
-    The arguments of the kernel are the tensors, the number of elements, the other numbers, the constants and the block
-    size.
+    The arguments of the kernel are the tensors, the number of elements, the other numbers, the constants, whether the
+    number of elements is even, and the block size.
     """
     n = tensors[0].numel()
     block = LANES if n < SMALL else block
-    _launch(kernel, -(-n // block), (*tensors, n, *numbers), tensors, (*constants, block))
+    _launch(kernel, -(-n // block), tensors, numbers, (*constants, n % 2 == 0, block))
 
 
 def launch_chunks(kernel: Any, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...] = ()) -> None:
     """Launch one program per chunk of rows, which computes a sum or a maximum per lane."""
     n = tensors[0].numel()
-    _launch(kernel, chunks_of(n), (*tensors, n, *numbers), tensors, (*constants, rows_of(n), LANES))
+    _launch(kernel, chunks_of(n), tensors, numbers, (*constants, rows_of(n), n % 2 == 0, LANES))
 
 
-def _launch(kernel: Any, programs: int, variables: Any, tensors: Tensors, constants: tuple[Any, ...]) -> None:
+def _launch(kernel: Any, programs: int, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...]) -> None:
     if programs == 0:
         return
+    arguments = *tensors, tensors[0].numel(), *numbers, *constants
     device, key = tensors[0].device, (kernel.fn, tensors[0].device.index, constants, *_kinds(tensors))
     compiled = _compiled.get(key) if is_known(kernel, device) else None
     if compiled is None:
-        _compiled[key] = _launch_by_triton(kernel, device, programs, (*variables, *constants))
+        _compiled[key] = _launch_by_triton(kernel, device, programs, arguments)
     elif triton.runtime.driver.active.get_current_device() == device.index:
-        compiled[programs, 1, 1](*variables, *constants)
+        compiled[programs, 1, 1](*arguments)
     else:
         with on(device):
-            compiled[programs, 1, 1](*variables, *constants)
+            compiled[programs, 1, 1](*arguments)
 
 
 def _launch_by_triton(kernel: Any, device: torch.device, programs: int, arguments: tuple[Any, ...]) -> Any:

@@ -1,19 +1,12 @@
 """How all kernels access memory.
 
-A program processes a block of elements, two neighbours per thread: 16-byte accesses for float64 and 8-byte accesses for
-float32, in one layout, so that nothing goes through shared memory. A mask would make every access scalar, so only the
-last block has one. A kernel loads all that it needs before it stores anything: the compiler cannot know that a store
-does not change what is loaded after it.
+A thread accesses two neighbours at once: 16 bytes of float64, 8 bytes of float32, in one layout, so that nothing goes
+through shared memory. If the number of elements is odd, it accesses them one after the other. A kernel loads all that
+it needs before it stores anything: the compiler cannot know that a store does not change what is loaded after it.
 """
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def first(SIZE: tl.constexpr):
-    """The offset of this program's first element. Tensors may have more than 2^31 elements."""
-    return tl.program_id(0).to(tl.int64) * SIZE
 
 
 @triton.jit
@@ -23,12 +16,19 @@ def offsets(SIZE: tl.constexpr):
 
 
 @triton.jit
+def block(n, EVEN: tl.constexpr, SIZE: tl.constexpr, row=0, ROWS: tl.constexpr = 1):
+    """The offsets of this program's block of elements, or of a row of it, and the mask of those that exist. Tensors may
+    have more than 2^31 elements."""
+    o = (tl.program_id(0).to(tl.int64) * ROWS + row) * SIZE + offsets(SIZE)
+    if EVEN:
+        n = n // 2 * 2  # tells the compiler that neighbours have the same mask
+    return o, o < n
+
+
+@triton.jit
 def load(p_x, o, m):
     """Masked elements are 0, which changes neither a sum nor a maximum."""
-    if m is None:
-        return tl.load(p_x + o)
-    else:  # noqa: RET505
-        return tl.load(p_x + o, mask=m, other=0)
+    return tl.load(p_x + o, mask=m, other=0)
 
 
 @triton.jit

@@ -15,9 +15,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from .. import ReconstructionWarning, solve
 from .._device import peak_memory
-from .._solver.check import ReconstructionWarning
-from .._solver.solve import solve
 from ..baselines import checkpointed, stored_graph
 from ..models import ConvBlock, PuzzleModel
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import __file__, __version__, _device
-from .._solver.solve import solve
+from .. import __file__, __version__, _device, solve
 from ..baselines import stored_graph
 from ..kernels import backend, backends
 

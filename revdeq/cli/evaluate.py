@@ -20,7 +20,8 @@ def add_options(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     with explained():
         download(arguments, checkpoint.load(arguments.run_folder)["preset"]["data"])
-        changes = {"evaluation_batches": arguments.batches, **parsed(arguments.set)}
+        batches = {} if arguments.batches is None else {"evaluation_batches": arguments.batches}
+        changes = batches | parsed(arguments.set)
         processes = Processes(arguments.device)
         found = training.restored(arguments.run_folder, arguments.data, changes, processes.device)
         preset, dataset = found.preset, found.dataset

@@ -6,8 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from .. import training
-from .._solver.check import ReconstructionError
+from .. import ReconstructionError, training
 from ..training import checkpoint, data
 from ..training.presets import PRESETS, SettingError, parsed
 

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -173,6 +174,11 @@ def group_norm(channels: int) -> nn.GroupNorm:
             f"GroupNorm: use a multiple of {CHANNELS_PER_GROUP}, or fewer than {2 * CHANNELS_PER_GROUP}"
         )
     return nn.GroupNorm(groups, channels)
+
+
+def unrounded(x: Tensor) -> Tensor:
+    """The input of an equilibrium: autocast applies inside f, and not to the state."""
+    return x.float() if torch.is_autocast_enabled(x.device.type) else x
 
 
 def checked_size(name: str, value: Any) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import FORMS, ConvBlock, PreActivation, checked_form, checked_size, group_norm
-from .equilibrium import equilibrium, unrounded
+from .. import RevDEQ
+from .blocks import FORMS, ConvBlock, PreActivation, checked_form, checked_size, group_norm, unrounded
 
 POOLED = 4
 """The side of the image that the single-scale model classifies."""
@@ -29,8 +29,6 @@ class SingleScale(nn.Module):
         block: A class or function that returns another f, given `channels` and `width`. None is `ConvBlock`.
         max_steps: As for `revdeq.RevDEQ`.
         beta: As for `revdeq.RevDEQ`.
-        solver: "reversible", or "torchdeq" for comparison: `revdeq.baselines.Anderson`.
-        evaluations: As for `revdeq.baselines.Anderson`.
         options: Other options of `revdeq.RevDEQ`, by name.
 
     Example:
@@ -47,15 +45,13 @@ class SingleScale(nn.Module):
         block: Callable[[int, int], nn.Module] | None = None,
         max_steps: int = 4,
         beta: float = 0.8,
-        solver: str = "reversible",
-        evaluations: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         checked_size("channels", channels), checked_size("classes", classes), checked_form(form, FORMS)
         f = ConvBlock(channels, width, form) if block is None else block(channels, width)
         self.encode = nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), group_norm(channels))
-        self.equilibrium = equilibrium(f, solver, evaluations, max_steps=max_steps, beta=beta, **options)
+        self.equilibrium = RevDEQ(f, max_steps=max_steps, beta=beta, **options)
         self.classify = nn.Linear(POOLED**2 * channels, classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -82,8 +78,6 @@ class MultiScale(nn.Module):
         block: A class or function that returns another f, given the channels and the width of a scale. None is
             `ConvBlock`.
         beta: As for `revdeq.RevDEQ`.
-        solver: "reversible", or "torchdeq" for comparison: `revdeq.baselines.Anderson`.
-        evaluations: As for `revdeq.baselines.Anderson`.
         options: Other options of `revdeq.RevDEQ`, by name.
 
     Example:
@@ -101,8 +95,6 @@ class MultiScale(nn.Module):
         form: str = "paper",
         block: Callable[[int, int], nn.Module] | None = None,
         beta: float = 0.8,
-        solver: str = "reversible",
-        evaluations: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -116,7 +108,7 @@ class MultiScale(nn.Module):
         self.scales, self.downsample = nn.ModuleList(), nn.ModuleList()
         for c, width, n in zip(channels, widths, max_steps, strict=True):
             f = ConvBlock(c, width, form) if block is None else block(c, width)
-            self.scales.append(equilibrium(f, solver, evaluations, max_steps=n, beta=beta, **options))
+            self.scales.append(RevDEQ(f, max_steps=n, beta=beta, **options))
         for c, following in itertools.pairwise(channels):
             self.downsample.append(PreActivation(c, following, stride=2))
         self.downsample.append(nn.AdaptiveAvgPool2d(1))

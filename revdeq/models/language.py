@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..baselines import Anderson
+from .. import RevDEQ
 from .blocks import LANGUAGE_FORMS, TransformerBlock, checked_form, checked_size
 from .caches import Cache
 from .decoding import DecodingModel, takes_a_cache
-from .equilibrium import equilibrium
 
 INITIAL_DEVIATION = 0.02 * math.sqrt(1024)
 """Initial standard deviation times sqrt(fan-in): GPT-2's .02 at the paper's size. The paper does not state it."""
@@ -39,8 +38,6 @@ class LanguageModel(DecodingModel):
         block: A class or function that returns another f, given `d`. None is `TransformerBlock`.
         max_steps: As for `revdeq.RevDEQ`.
         beta: As for `revdeq.RevDEQ`.
-        solver: "reversible", or "torchdeq" for comparison: `revdeq.baselines.Anderson`.
-        evaluations: As for `revdeq.baselines.Anderson`.
         options: Other options of `revdeq.RevDEQ`, by name.
 
     Example:
@@ -61,15 +58,13 @@ class LanguageModel(DecodingModel):
         block: Callable[[int], nn.Module] | None = None,
         max_steps: int = 4,
         beta: float = 0.5,
-        solver: str = "reversible",
-        evaluations: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         checked_form(form, LANGUAGE_FORMS)
         self.embed = Embedding(vocabulary, d, length)
         f = TransformerBlock(d, heads, dropout, wide_heads, form) if block is None else block(d)
-        self.equilibrium = equilibrium(f, solver, evaluations, max_steps=max_steps, beta=beta, **options)
+        self.equilibrium = RevDEQ(f, max_steps=max_steps, beta=beta, **options)
         initialise(self.embed)
         if block is None:
             initialise(f)
@@ -85,8 +80,6 @@ class LanguageModel(DecodingModel):
         layer = self.equilibrium
         if not takes_a_cache(layer.f):
             return f"{type(layer.f).__name__} takes no cache; define forward(self, z, x, cache=None)"
-        if isinstance(layer, Anderson):
-            return "solver = 'torchdeq' does not support a cache; use solver='reversible'"
         if layer.tol is not None:
             return f"with tol = {layer.tol!r} tokens differ in their number of evaluations; use tol=None"
         return None

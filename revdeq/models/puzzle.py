@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import checked_size
-from .equilibrium import equilibrium, unrounded
+from .. import RevDEQ
+from .blocks import checked_size, unrounded
 
 CONVOLUTIONS: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d}
 
@@ -69,8 +69,6 @@ class PuzzleModel(nn.Module):
         block: A class or function that returns another f, given `channels` and `dimensions`. None is `PuzzleBlock`.
         max_steps: As for `revdeq.RevDEQ`.
         beta: As for `revdeq.RevDEQ`.
-        solver: "reversible", or "torchdeq" for comparison: `revdeq.baselines.Anderson`.
-        evaluations: As for `revdeq.baselines.Anderson`.
         options: Other options of `revdeq.RevDEQ`, by name.
 
     Example:
@@ -88,15 +86,13 @@ class PuzzleModel(nn.Module):
         block: Callable[[int, int], nn.Module] | None = None,
         max_steps: int = 16,
         beta: float = 0.8,
-        solver: str = "reversible",
-        evaluations: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         self.noise = noise
         self.encode = encoder(features, dimensions, channels)
         f = PuzzleBlock(channels, dimensions) if block is None else block(channels, dimensions)
-        self.equilibrium = equilibrium(f, solver, evaluations, max_steps=max_steps, beta=beta, **options)
+        self.equilibrium = RevDEQ(f, max_steps=max_steps, beta=beta, **options)
         self.classify = classifier(channels, classes)
 
     def forward(self, puzzles: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._solver.layer import RevDEQ
+from .. import RevDEQ
 from .data import DataSet
 from .presets import Training
 from .processes import Processes
@@ -88,4 +88,4 @@ def statistics(model: nn.Module) -> tuple[float, Any, float]:
         return math.nan, math.nan, math.nan
     reached = [float(torch.as_tensor(last.converged).float().mean()) for last in lasts if last.converged is not None]
     share = sum(reached) / len(reached) if reached else math.nan
-    return sum(last.nfe for last in lasts) / len(lasts), sum(last.change for last in lasts) / len(lasts), share
+    return sum(last.nfe for last in lasts) / len(lasts), sum(last.change.mean() for last in lasts) / len(lasts), share

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from .._solver.options import NAMES
+from .. import Options, RevDEQ
+from ..baselines import Anderson
 from ..models import MODELS
 from .data import DATASETS
 
@@ -131,10 +132,16 @@ class Preset:
     def build(self, **shapes: Any) -> nn.Module:
         """A new model. shapes: its arguments that follow from the data, `dataset.shapes`."""
         own = {key: value for key, value in self.settings.items() if key in arguments_of(self.model)}
+        solver, evaluations = own.pop("solver", "reversible"), own.pop("evaluations", None)
+        if solver not in ("reversible", "torchdeq"):
+            raise SettingError(f"solver={solver!r}: it must be reversible or torchdeq")
+        if solver == "reversible" and evaluations is not None:
+            raise SettingError(f"evaluations={evaluations!r}: it applies to solver=torchdeq; set max_steps")
         if self.range_of_steps is not None:
             own["max_steps"] = self.range_of_steps[1]
         try:
-            return MODELS[self.model](**{**own, **shapes})
+            model = MODELS[self.model](**{**own, **shapes})
+            return model if solver == "reversible" else by_torchdeq(model, evaluations)
         except (TypeError, ValueError, ImportError) as error:
             raise SettingError(f"model={self.model!r} cannot be created for {self.data}: {error}") from error
 
@@ -142,9 +149,19 @@ class Preset:
 def arguments_of(model: str) -> set[str]:
     """The arguments of a model that may be settings: those that are plain values and do not follow from the data."""
     names = {*inspect.signature(MODELS[model]).parameters}
-    return (names | ({*NAMES} if "options" in names else set())) - {
-        "block", "options", "classes", "features", "dimensions", "vocabulary"
-    }  # fmt: skip
+    if "options" in names:
+        names |= {*inspect.signature(Options).parameters, "solver", "evaluations"}
+    return names - {"block", "options", "indexed", "aux", "classes", "features", "dimensions", "vocabulary"}
+
+
+def by_torchdeq(model: nn.Module, evaluations: int | None) -> nn.Module:
+    """The model, whose equilibria are computed by torchdeq now, for comparison."""
+    for parent in [*model.modules()]:
+        for name, layer in parent.named_children():
+            if isinstance(layer, RevDEQ):
+                options = {"max_steps": layer.max_steps, "tol": layer.tol}
+                setattr(parent, name, Anderson(layer.f, evaluations=evaluations, **options))
+    return model
 
 
 def configured(name: str, changes: Mapping[str, Any] | None = None) -> Preset:

@@ -313,7 +313,7 @@ def test_more_than_two_to_the_31_elements_in_c():
     beta = 2.0**-10
     fields = state, n, 1 - beta, beta, 0.0, 1.0, rows_of(n), 0, 0, 0, 0
     code = cpu.CODE[torch.float32]
-    cpu.library.revdeq_relax(cpu.BOUND.pack(*fields), 1, f, code, None, copy, code, None)
+    cpu.library.revdeq_float64(cpu.STATE.pack(*fields) + cpu.RELAX.pack(1, 0, code, code, 0, f, 0, copy, 0, 0))
     steps = [0.0]
     for _ in range(513):
         steps.append((1 - beta) * steps[-1] + beta)

@@ -257,6 +257,7 @@ def test_the_implicit_gradient_with_a_tolerance_hooks_and_several_tensors():
     assert relative(*found) <= 1e-4  # both are within the tolerance of the fixed point's
 
 
+@pytest.mark.cpu
 def test_an_adjoint_equation_that_does_not_converge_is_reported():
     """f contracts only by .99 at the fixed point."""
     x = torch.randn(8, requires_grad=True)

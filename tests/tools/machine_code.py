@@ -1,12 +1,10 @@
 """What a compiled kernel does for a full block, read from its machine code: SASS for NVIDIA, amdgcn for AMD.
 
-A kernel has two paths: full blocks use wide accesses without masks, and the last block is masked, element by element.
-The path of a full block is the one with a 16-byte load and the fewest accesses. It takes a loop over rows once, which
-may be several rows if the compiler unrolled it.
+It is the shortest path that skips no access. It takes a loop over rows once, which may be several rows if the compiler
+unrolled it.
 """
 
 import functools
-import heapq
 import re
 import subprocess
 import tempfile
@@ -90,11 +88,11 @@ END = -1
 
 
 def successors(index, places, code):
-    """The indices of the instructions that may follow. A call of code that ends with EXIT is a jump. A wavefront always
-    has an active lane."""
+    """The indices of the instructions that may follow, for threads that are not masked. A call of code that ends with
+    EXIT is a jump."""
     it, following = code[index], index + 1
     if it.opcode.startswith("EXIT"):
-        return [END, following] if it.guarded else [END]
+        return [following] if it.guarded else [END]
     if it.opcode == "s_endpgm" or it.opcode.startswith("RET"):
         return [END]
     if it.opcode.startswith("BRA"):
@@ -116,33 +114,17 @@ def successors(index, places, code):
 
 
 def full_block(places, code):
-    """The indices of the instructions that a thread executes for a full block: the path with the fewest accesses, and
-    then the fewest instructions, that has a wide load, or a wide store if the kernel has no wide loads."""
-    widest = ("load" if any(it.access == ("load", 16) for it in code) else "store"), 16
-    queue, done = [((0, 0), 0, False, None)], set()
-    while queue:
-        cost, index, wide, way = heapq.heappop(queue)
-        if index == END:
-            if wide:
-                return _unrolled(way)
-            continue
-        if (index, wide) in done:
-            continue
-        done.add((index, wide))
-        access = code[index].access
-        wide = wide or access == widest
-        cost = (cost[0] + (access is not None), cost[1] + 1)
-        for following in successors(index, places, code):
-            heapq.heappush(queue, (cost, following, wide, (index, way)))
-    raise AssertionError("no path through the kernel has a 16-byte access")
-
-
-def _unrolled(way):
-    indices = []
-    while way is not None:
-        index, way = way
-        indices.append(index)
-    return indices[::-1]
+    """The indices of the instructions that a thread executes for a full block."""
+    ways = [[0]]
+    seen = {0}
+    for way in ways:  # the shortest first
+        for following in successors(way[-1], places, code):
+            if following == END:
+                return way
+            if following not in seen:
+                seen.add(following)
+                ways.append([*way, following])
+    raise AssertionError("no path through the kernel ends")
 
 
 @dataclass(frozen=True)

@@ -331,15 +331,21 @@ def test_the_share_of_solves_that_converge_is_recorded(tol, share, folder, tmp_p
         {"widths": 1, "max_steps": 1, "autocast": "bfloat16"},
         {"widths": 1, "max_steps": 1, "clip": 1e-3, "state": "exact", "held_out": None},
         {"model": "resnet", "depth": 1},
+        {"widths": 1, "max_steps": 1, "solver": "torchdeq", "evaluations": 9, "tol": 1e-9, "autocast": "bfloat16"},
+        {"widths": 1, "max_steps": 2, "tol": 1e-9, "per_example": True},
         {"model": "single-scale", "channels": 4, "width": 1, "max_steps": 1},
     ],
     ids=str,
 )
 def test_options_of_a_run(changes, folder, tmp_path):
+    if "solver" in changes:
+        pytest.importorskip("torchdeq", reason="torchdeq is not installed")
     small_of_any_model = {"channels": (4, 8), "batch": 20, "updates": 3}
     rows = trained(training.configured("cifar10-tiny", {**small_of_any_model, **changes}), folder, tmp_path)
     assert rows[-1]["update"] == 3 and math.isfinite(rows[-1]["loss"])
     assert (rows[-1]["evaluations"] == "") == (changes.get("model") == "resnet")
+    if "tol" in changes:
+        assert rows[-1]["converged"] == 0 and rows[-1]["evaluations"] == (10 if "solver" in changes else 4)
 
 
 def test_batches_depend_on_the_seed_and_the_update_only(folder, tmp_path):
@@ -397,6 +403,8 @@ WRONG = [
     (["prefix-tiny", "--set", "max_steps=(20,5)"], "max_steps=(20, 5): a range is two integers"),
     (["cifar10-tiny", "--set", "model=transformer"], "model='transformer' cannot be created for cifar10"),
     (["cifar10-tiny", "--set", "model=resnt"], "model='resnt': there are single-scale"),
+    (["cifar10-tiny", "--set", "solver=broyden"], "solver='broyden': it must be reversible or torchdeq"),
+    (["cifar10-tiny", "--set", "evaluations=9"], "evaluations=9: it applies to solver=torchdeq; set max_steps"),
     (["cifar10-tiny", "--set", "beta=1"], "cannot be created for cifar10: beta = 1 must not be 1"),
     (
         ["cifar10-tiny", "--set", "batch=1000"],

@@ -66,7 +66,7 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     r"mul\.rn\.(f32|f64|f32x2)": np.multiply,
     r"fma\.rn\.(f32|f64|f32x2)": fma,
     r"div\.rn\.(f32|f64)": np.divide,
-    r"neg\.(s32|s64)": np.negative,
+    r"neg\.(s32|s64|f64)": np.negative,
     r"abs\.(f16|f32|f64)": np.abs,
     r"abs\.(bf16)": lambda x: x & np.uint16(0x7FFF),
     r"abs\.(f16x2|bf16x2)": lambda x: x & np.uint32(0x7FFF7FFF),
