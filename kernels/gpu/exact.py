@@ -13,7 +13,7 @@ from ..half_step import Adjoints, Compared
 from ..radix import Radix
 from . import integers, memory
 from .float64 import magnitude_bits, ratio_bits, update_adjoint
-from .launch import launch_blocks, launch_chunks
+from .launch import launch
 
 BLOCK = 512
 LANES: tl.constexpr = tl.constexpr(half_step.LANES)
@@ -56,8 +56,10 @@ def _raise_alarm(p_alarm, alarm, SIZE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n"])
-def _encode_kernel(p_state, p_x, p_alarm, n: tl.int64, UNIT: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr):
-    o, m = memory.block(n, EVEN, SIZE)
+def _encode_kernel(
+    p_state, p_x, p_alarm, n: tl.int64, UNIT: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr
+):
+    o, m = memory.row_of(0, n, ROWS, EVEN, SIZE)
     x = memory.load(p_x, o, m)
     number, fits = integers.rounded(x, UNIT)
     memory.store(p_state, number << 32, o, m)
@@ -65,8 +67,10 @@ def _encode_kernel(p_state, p_x, p_alarm, n: tl.int64, UNIT: tl.constexpr, EVEN:
 
 
 @triton.jit(do_not_specialize=["n"])
-def _decode_kernel(p_state, p_copy, n: tl.int64, UNIT: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr):
-    o, m = memory.block(n, EVEN, SIZE)
+def _decode_kernel(
+    p_state, p_copy, n: tl.int64, UNIT: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr
+):
+    o, m = memory.row_of(0, n, ROWS, EVEN, SIZE)
     _store_decoded(p_copy, memory.load(p_state, o, m) >> 32, UNIT, o, m)
 
 
@@ -81,7 +85,7 @@ def _relax_kernel(
     alarms = tl.full((SIZE,), 0, tl.int32)
     changes, squares = tl.full((SIZE,), 0, tl.float32), tl.full((SIZE,), 0, tl.float32)
     for row in tl.range(ROWS):
-        o, m = memory.block(n, EVEN, SIZE, row, ROWS)
+        o, m = memory.row_of(row, n, ROWS, EVEN, SIZE)
         state = memory.load(p_state, o, m)
         f, g = _mixed(p_f, p_z, gamma, o, m)
         y, r = state >> 32, state & 0xFFFFFFFF
@@ -103,53 +107,37 @@ def _relax_kernel(
         memory.store_lanes(p_partial, squares, 1, SIZE)
 
 
-@triton.jit
-def _previous(state, p_f, p_z, gamma, step, UNIT: tl.constexpr, o, m):
-    """Y and R before the half-step."""
-    _, g = _mixed(p_f, p_z, gamma, o, m)
-    number, _ = integers.rounded(g, UNIT)
-    return integers.stepped(state >> 32, state & 0xFFFFFFFF, number, step)
-
-
 @triton.jit(do_not_specialize=INTEGERS)
 def _invert_kernel(
-    p_state, p_f, p_z, p_copy, p_adjoint, p_vjp, p_other, p_seed, p_spill, n: tl.int64,
-    start: tl.int32, to: tl.int32, sign: tl.int32, weight: tl.int32, by_start: tl.uint32, by_to: tl.uint32,
-    gamma: tl.float32, a: tl.float64, b: tl.float64, c: tl.float64,
-    a_32: tl.float32, b_32: tl.float32, c_32: tl.float32,
-    UNIT: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """With a spill, the remainder is restored from there."""
-    o, m = memory.block(n, EVEN, SIZE)
-    state = memory.load(p_state, o, m)
-    y, r = _previous(state, p_f, p_z, gamma, (start, to, sign, weight, by_start, by_to), UNIT, o, m)
-    if p_spill is not None:
-        r = memory.load(p_spill, o, m).to(tl.int64) & 0xFFFFFFFF
-    update_adjoint((p_adjoint, p_vjp, p_other, p_seed), (a, b, c), (a_32, b_32, c_32), o, m)
-    memory.store(p_state, (y << 32) | r, o, m)
-    _store_decoded(p_copy, y, UNIT, o, m)
-
-
-@triton.jit(do_not_specialize=INTEGERS)
-def _compare_kernel(
-    p_state, p_f, p_z, p_initial, p_adjoint, p_vjp, p_other, p_seed, p_floor, p_maxima, n: tl.int64,
+    p_state, p_f, p_z, p_copy, p_adjoint, p_vjp, p_other, p_seed, p_spill, p_floor, p_maxima, n: tl.int64,
     start: tl.int32, to: tl.int32, sign: tl.int32, weight: tl.int32, by_start: tl.uint32, by_to: tl.uint32,
     gamma: tl.float32, a: tl.float64, b: tl.float64, c: tl.float64,
     a_32: tl.float32, b_32: tl.float32, c_32: tl.float32,
     UNIT: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Stores the bits of the largest relative errors. A nonzero remainder in the initial state is an error too."""
-    floor, maxima = tl.load(p_floor), tl.full((SIZE,), 0, tl.int32)
+    """With a spill, the remainder is restored from there. With `p_maxima`, `p_copy` is the initial state, which is only
+    compared, and whose remainder is 0."""
+    maxima, floor = tl.full((SIZE,), 0, tl.int32), 0.0 if p_floor is None else tl.load(p_floor)
     for row in tl.range(ROWS):
-        o, m = memory.block(n, EVEN, SIZE, row, ROWS)
+        o, m = memory.row_of(row, n, ROWS, EVEN, SIZE)
         state = memory.load(p_state, o, m)
-        initial, _ = integers.rounded(memory.load(p_initial, o, m), UNIT)
-        y, r = _previous(state, p_f, p_z, gamma, (start, to, sign, weight, by_start, by_to), UNIT, o, m)
+        _, g = _mixed(p_f, p_z, gamma, o, m)
+        number, _ = integers.rounded(g, UNIT)
+        step = start, to, sign, weight, by_start, by_to
+        y, r = integers.stepped(state >> 32, state & 0xFFFFFFFF, number, step)
+        if p_spill is not None:
+            r = memory.load(p_spill, o, m).to(tl.int64) & 0xFFFFFFFF
+        if p_maxima is not None:
+            initial, _ = integers.rounded(memory.load(p_copy, o, m), UNIT)
+            error = (y - initial).to(tl.float32) * UNIT + r.to(tl.float32)
+            value = (state >> 32).to(tl.int32).to(tl.float32) * UNIT
+            maxima = tl.maximum(maxima, ratio_bits(error, value, floor))
         update_adjoint((p_adjoint, p_vjp, p_other, p_seed), (a, b, c), (a_32, b_32, c_32), o, m)
-        error = (y - initial).to(tl.float32) * UNIT + r.to(tl.float32)
-        value = (state >> 32).to(tl.int32).to(tl.float32) * UNIT
-        maxima = tl.maximum(maxima, ratio_bits(error, value, floor))
-    memory.store_lanes(p_maxima, maxima, 0, SIZE)
+        if p_maxima is None:
+            memory.store(p_state, (y << 32) | r, o, m)
+            _store_decoded(p_copy, y, UNIT, o, m)
+    if p_maxima is not None:
+        memory.store_lanes(p_maxima, maxima, 0, SIZE)
 
 
 class HalfStep(reference_exact.HalfStep):
@@ -163,22 +151,17 @@ class HalfStep(reference_exact.HalfStep):
     def decoded(self, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
         state = self.state if rows is None else self.state[rows]
         copy = torch.empty_like(state, dtype=dtype)
-        launch_blocks(_decode_kernel, BLOCK, (state, copy), (), (self.step.unit,))
+        launch(_decode_kernel, BLOCK, (state, copy), (), (self.step.unit,))
         return copy
 
     def _encode(self, x: Tensor) -> None:
-        launch_blocks(_encode_kernel, BLOCK, (self.state, x, self.alarm), (), (self.step.unit,))
+        launch(_encode_kernel, BLOCK, (self.state, x, self.alarm), (), (self.step.unit,))
 
     def _relax(self, f_z: Tensor, z: Tensor | None, copy: Tensor, partial: Tensor | None) -> None:
-        tensors, unit = (self.state, f_z, z, copy, self._spill(), self.alarm, partial), self.step.unit
-        if partial is None:
-            launch_blocks(_relax_kernel, BLOCK, tensors, self._forward, (unit, 1))
-        else:
-            launch_chunks(_relax_kernel, tensors, self._forward, (unit,))
+        block, tensors = BLOCK if partial is None else None, (self.state, f_z, z, copy, self._spill())
+        launch(_relax_kernel, block, (*tensors, self.alarm, partial), self._forward, (self.step.unit,))
 
     def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints, compared: Compared) -> None:
-        tensors, unit = (self.state, f_z, z, copy, *adjoints), (self.step.unit,)
-        if compared is None:
-            launch_blocks(_invert_kernel, BLOCK, (*tensors, self._take_back()), self._backward, unit)
-        else:
-            launch_chunks(_compare_kernel, (*tensors, *compared), self._backward, unit)
+        tensors, spill = (self.state, f_z, z, copy, *adjoints), self._take_back() if compared is None else None
+        block, compared = (BLOCK, (None, None)) if compared is None else (None, compared)
+        launch(_invert_kernel, block, (*tensors, spill, *compared), self._backward, (self.step.unit,))

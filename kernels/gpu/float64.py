@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import half_step
 from ..half_step import Adjoints, Compared
 from . import memory
-from .launch import launch_blocks, launch_chunks
+from .launch import launch
 
 RELAX_BLOCK, INVERT_BLOCK = 1024, 512
 """Elements per block: few enough that a thread needs about 40 registers, and a multiprocessor is full of threads."""
@@ -39,7 +39,7 @@ def _relax_kernel(
     """With `p_partial`, adds up the squared changes and the squared new states."""
     changes, squares = tl.full((SIZE,), 0, tl.float64), tl.full((SIZE,), 0, tl.float64)
     for row in tl.range(ROWS):
-        o, m = memory.block(n, EVEN, SIZE, row, ROWS)
+        o, m = memory.row_of(row, n, ROWS, EVEN, SIZE)
         y = memory.load(p_y, o, m)
         after = a * y + _moved_by(p_f, p_z, b, c, o, m)
         memory.store(p_y, after, o, m)
@@ -99,20 +99,6 @@ def update_adjoint(adjoints, step, step_32, o, m):
             memory.store(p_seed, after, o, m)
 
 
-@triton.jit(do_not_specialize=["n"])
-def _invert_kernel(
-    p_y, p_f, p_z, p_copy, p_adjoint, p_vjp, p_other, p_seed, n: tl.int64, a: tl.float64, b: tl.float64, c: tl.float64,
-    a_32: tl.float32, b_32: tl.float32, c_32: tl.float32, inverse: tl.float64,
-    IN_PTX: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    o, m = memory.block(n, EVEN, SIZE)
-    y = memory.load(p_y, o, m)
-    before = _quotient(y - _moved_by(p_f, p_z, b, c, o, m), a, inverse, IN_PTX)
-    update_adjoint((p_adjoint, p_vjp, p_other, p_seed), (a, b, c), (a_32, b_32, c_32), o, m)
-    memory.store(p_y, before, o, m)
-    memory.store(p_copy, before, o, m)
-
-
 @triton.jit
 def magnitude_bits(x):
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -126,41 +112,38 @@ def ratio_bits(error, y, floor):
 
 
 @triton.jit(do_not_specialize=["n"])
-def _compare_kernel(
-    p_y, p_f, p_z, p_initial, p_adjoint, p_vjp, p_other, p_seed, p_floor, p_maxima, n: tl.int64,
+def _invert_kernel(
+    p_y, p_f, p_z, p_copy, p_adjoint, p_vjp, p_other, p_seed, p_floor, p_maxima, n: tl.int64,
     a: tl.float64, b: tl.float64, c: tl.float64, a_32: tl.float32, b_32: tl.float32, c_32: tl.float32,
     inverse: tl.float64, IN_PTX: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Stores the bits of the largest relative errors."""
-    floor, maxima = tl.load(p_floor), tl.full((SIZE,), 0, tl.int32)
+    """With `p_maxima`, `p_copy` is the initial state, which is only compared."""
+    maxima, floor = tl.full((SIZE,), 0, tl.int32), 0.0 if p_floor is None else tl.load(p_floor)
     for row in tl.range(ROWS):
-        o, m = memory.block(n, EVEN, SIZE, row, ROWS)
-        y, initial = memory.load(p_y, o, m), memory.load(p_initial, o, m).to(tl.float64)
+        o, m = memory.row_of(row, n, ROWS, EVEN, SIZE)
+        y = memory.load(p_y, o, m)
         before = _quotient(y - _moved_by(p_f, p_z, b, c, o, m), a, inverse, IN_PTX)
+        if p_maxima is not None:
+            initial = memory.load(p_copy, o, m).to(tl.float64)
+            maxima = tl.maximum(maxima, ratio_bits(before - initial, y, floor))
         update_adjoint((p_adjoint, p_vjp, p_other, p_seed), (a, b, c), (a_32, b_32, c_32), o, m)
-        maxima = tl.maximum(maxima, ratio_bits(before - initial, y, floor))
-    memory.store_lanes(p_maxima, maxima, 0, SIZE)
+        if p_maxima is None:
+            memory.store(p_y, before, o, m)
+            memory.store(p_copy, before, o, m)
+    if p_maxima is not None:
+        memory.store_lanes(p_maxima, maxima, 0, SIZE)
 
 
 class HalfStep(half_step.HalfStep):
     def _relax(self, f_z: Tensor, z: Tensor | None, copy: Tensor, partial: Tensor | None) -> None:
-        tensors, numbers = (self.state, f_z, z, copy, partial), (self.step.a, self.step.b, self.step.c)
-        if partial is None:
-            launch_blocks(_relax_kernel, RELAX_BLOCK, tensors, numbers, (1,))
-        else:
-            launch_chunks(_relax_kernel, tensors, numbers)
+        block, tensors = RELAX_BLOCK if partial is None else None, (self.state, f_z, z, copy, partial)
+        launch(_relax_kernel, block, tensors, (self.step.a, self.step.b, self.step.c))
 
     def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints, compared: Compared) -> None:
-        tensors, constants = (self.state, f_z, z, copy, *adjoints), (is_ptx(self.state.device),)
-        if compared is None:
-            launch_blocks(_invert_kernel, INVERT_BLOCK, tensors, self._inverse(), constants)
-        else:
-            launch_chunks(_compare_kernel, (*tensors, *compared), self._inverse(), constants)
-
-    def _inverse(self) -> tuple[float, ...]:
-        """The coefficients, for both precisions of an adjoint, and the reciprocal."""
-        step = self.step.a, self.step.b, self.step.c
-        return *step, *step, 1 / self.step.a
+        block, tensors = INVERT_BLOCK if compared is None else None, (self.state, f_z, z, copy, *adjoints)
+        step = self.step.a, self.step.b, self.step.c  # for both precisions of an adjoint
+        numbers, constants = (*step, *step, 1 / self.step.a), (is_ptx(self.state.device),)
+        launch(_invert_kernel, block, (*tensors, *(compared or (None, None))), numbers, constants)
 
 
 def is_ptx(device: torch.device) -> bool:

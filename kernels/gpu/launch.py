@@ -15,7 +15,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from ..._device import is_capturing
-from ..half_step import LANES, chunks_of, rows_of
+from ..half_step import LANES, rows_of
 
 KNOWN = (3, 6), (3, 9)
 """The first and the last version of Triton whose specialization this implements."""
@@ -31,30 +31,22 @@ Numbers: TypeAlias = tuple[float, ...]
 _compiled: dict[Any, Any] = {}
 
 
-def launch_blocks(
-    kernel: Any, block: int, tensors: Tensors, numbers: Numbers = (), constants: tuple[Any, ...] = ()
+def launch(
+    kernel: Any, block: int | None, tensors: Tensors, numbers: Numbers = (), constants: tuple[Any, ...] = ()
 ) -> None:
-    """Launch one program per block of the first tensor, the state.
+    """Launch one program per block of the state, which is the first tensor. If the block is None, launch one program
+    per chunk, which computes a sum or a maximum per lane.
 
-    The arguments of the kernel are the tensors, the number of elements, the other numbers, the constants, whether the
-    number of elements is even, and the block size.
+    The arguments of the kernel are the tensors, the number of elements, the other numbers, the constants, the rows of
+    a program, whether the number of elements is even, and the elements of a row.
     """
-    n = tensors[0].numel()
-    block = LANES if n < SMALL else block
-    _launch(kernel, -(-n // block), tensors, numbers, (*constants, n % 2 == 0, block))
-
-
-def launch_chunks(kernel: Any, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...] = ()) -> None:
-    """Launch one program per chunk of rows, which computes a sum or a maximum per lane."""
-    n = tensors[0].numel()
-    _launch(kernel, chunks_of(n), tensors, numbers, (*constants, rows_of(n), n % 2 == 0, LANES))
-
-
-def _launch(kernel: Any, programs: int, tensors: Tensors, numbers: Numbers, constants: tuple[Any, ...]) -> None:
-    if programs == 0:
+    n, device = tensors[0].numel(), tensors[0].device
+    rows, size = (rows_of(n), LANES) if block is None else (1, LANES if n < SMALL else block)
+    if (programs := -(-n // (rows * size))) == 0:
         return
-    arguments = *tensors, tensors[0].numel(), *numbers, *constants
-    device, key = tensors[0].device, (kernel.fn, tensors[0].device.index, constants, *_kinds(tensors))
+    constants = *constants, rows, n % 2 == 0, size
+    arguments = *tensors, n, *numbers, *constants
+    key = kernel.fn, device.index, constants, *_kinds(tensors)
     compiled = _compiled.get(key) if is_known(kernel, device) else None
     if compiled is None:
         _compiled[key] = _launch_by_triton(kernel, device, programs, arguments)

@@ -16,12 +16,12 @@ def offsets(SIZE: tl.constexpr):
 
 
 @triton.jit
-def block(n, EVEN: tl.constexpr, SIZE: tl.constexpr, row=0, ROWS: tl.constexpr = 1):
-    """The offsets of this program's block of elements, or of a row of it, and the mask of those that exist. Tensors may
-    have more than 2^31 elements."""
+def row_of(row, n, ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr):
+    """The offsets of a row of this program's elements, and the mask of those that exist. Tensors may have more than
+    2^31 elements."""
     o = (tl.program_id(0).to(tl.int64) * ROWS + row) * SIZE + offsets(SIZE)
     if EVEN:
-        n = n // 2 * 2  # tells the compiler that neighbours have the same mask
+        n = n // 2 * 2  # shows the compiler that neighbours have the same mask
     return o, o < n
 
 

@@ -160,7 +160,6 @@ def test_ptx_sums_in_chunks_of_large_states(monkeypatch, state, operation):
     rows = half_step.rows_of(2**30)
     for module in (half_step, reference, launch):
         monkeypatch.setattr(module, "rows_of", lambda n: rows)
-        monkeypatch.setattr(module, "chunks_of", lambda n: -(-n // (rows * LANES)))
     assert rows > ROWS
     compare("sm_90", state, operation, 2 * rows * LANES + 1301, torch.float32, torch.float32, STEPS[state][1])
 

@@ -60,7 +60,7 @@ def test_a_solve_has_the_bits_of_the_cpu_with_one_launch_per_tensor_and_half_ste
         check.settle()
     assert all(map(torch.equal, results, expected))
     assert waits == (0 if tol is None else steps)
-    half_steps = {"relax": 8, "invert": 6, "compare": 2} | ({"encode": 2, "decode": 1} if state == "exact" else {})
+    half_steps = {"relax": 8, "invert": 8} | ({"encode": 2, "decode": 1} if state == "exact" else {})
     assert driver.launches == {f"_{name}_kernel": 5 * count for name, count in half_steps.items()}
     assert not check._pending
 

@@ -54,7 +54,7 @@ def test_a_wrong_value_is_named_with_what_would_be_right(keywords):
 
 @pytest.mark.parametrize("function", [revdeq.solve, revdeq.steps, revdeq.verify, revdeq.tune, revdeq.RevDEQ])
 def test_an_unknown_keyword_is_an_error(function):
-    with pytest.raises(TypeError, match="max_step = 3: did you mean max_steps"):
+    with pytest.raises(TypeError, match="unknown keyword max_step = 3: there are beta, gamma, max_steps"):
         function(torch.cos, *([] if function is revdeq.RevDEQ else [Z]), max_step=3)
 
 

@@ -192,5 +192,5 @@ def test_a_layer_that_was_saved_by_0_3_loads(pair):
 def test_a_plot(tmp_path):
     pytest.importorskip("matplotlib")
     f, x = blocks()["conv"]
-    revdeq.tune(f, torch.zeros_like(x), x, max_steps=2).plot(tmp_path / "tune.png")
+    revdeq.tune(f, torch.zeros_like(x), x, max_steps=2).plot().savefig(tmp_path / "tune.png")
     assert (tmp_path / "tune.png").stat().st_size > 5000
