@@ -67,8 +67,7 @@ def evaluate(
 
 
 def predicted(model: nn.Module, inputs: Tensor, training: Training) -> Tensor:
-    dtype: Any = training.autocast and getattr(torch, training.autocast)
-    with torch.autocast(inputs.device.type, dtype, enabled=dtype is not None):
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=training.autocast is not None):
         return model(inputs)
 
 

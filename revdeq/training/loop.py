@@ -79,8 +79,7 @@ class Run:
     def __init__(self, preset: Preset, folder: Path | None, out: Path, processes: Processes) -> None:
         self.preset, self.folder, self.out, self.processes = preset, folder, out, processes
         self.training = training = preset.training
-        with processes.first_alone():
-            self.dataset = data.load(preset.data, folder, preset.settings)
+        self.dataset = data.load(preset.data, folder, preset.settings)
         self.dataset.to(processes.device)
         if training.batch % processes.size or training.batch > self.dataset.size:
             raise SettingError(

@@ -256,9 +256,7 @@ def test_a_trained_model_is_loaded_with_other_settings(whole):
     assert equal(model.state_dict(), saved)
     with pytest.raises(training.SettingError, match="colour=1: prefix-tiny has no such setting; it has autocast"):
         revdeq.models.load(whole / "prefix-tiny", colour=1)
-    with pytest.raises(
-        training.CheckpointError, match="the weights of .*prefix-tiny do not fit channels=5: leave it out"
-    ):
+    with pytest.raises(training.CheckpointError, match="the weights of this run do not fit channels=5: leave it out"):
         revdeq.models.load(whole / "prefix-tiny", channels=5)
 
 
@@ -412,7 +410,7 @@ WRONG = [
     ),
     (["wikitext2-tiny", "--set", "vocabulary=sene"], "vocabulary='sene': it must be full, or the number"),
     (["wikitext103-94m"], "has no wiki.train.tokens: put these files there, packed or unpacked, or pass --download"),
-    (["cifar10-tiny", "--device", "gpu"], "--device gpu: it must be a device such as cpu, cuda"),
+    (["cifar10-tiny", "--device", "gpu"], "--device gpu: this machine has cpu"),
     (["cifar10-tiny", "--device", "cuda:99"], "--device cuda:99: this machine has "),
 ]
 
