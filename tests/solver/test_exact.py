@@ -1,7 +1,5 @@
 """The integer state: every half-step is inverted to the last bit, so every gradient is exact."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -37,8 +35,7 @@ def blocks():
     ("name", "beta", "max_steps"),
     [
         *(("mlp", beta, 13) for beta in BETAS),
-        *itertools.product(["mlp"], [0.5, 0.95], [1, 64]),
-        *itertools.product(["conv", "transformer"], [0.5, 0.8, 1.2], [13]),
+        *(("mlp", 0.5, 64), ("mlp", 0.95, 1), ("conv", 0.8, 13), ("conv", 1.2, 13), ("transformer", 0.5, 13)),
     ],
 )
 def test_the_backward_pass_computes_what_the_forward_pass_computed(name, beta, max_steps):
@@ -51,17 +48,6 @@ def test_the_backward_pass_computes_what_the_forward_pass_computed(name, beta, m
 def gradients(f, x, weight, **settings):
     z = revdeq.solve(f, torch.zeros_like(x), x, **settings).z
     return z, torch.autograd.grad(z, [x, *f.parameters()], weight)
-
-
-@pytest.mark.parametrize(("beta", "max_steps"), [(0.5, 64), (0.8, 8), (0.9, 16)])
-def test_the_gradient_equals_that_of_kept_graphs_bit_for_bit(beta, max_steps):
-    f, x = blocks()["conv"]
-    x.requires_grad_()
-    weight = torch.randn_like(x)
-    settings = {"beta": beta, "max_steps": max_steps, "state": "exact", "check": "raise"}
-    _, ours = gradients(f, x, weight, **settings)
-    _, expected = gradients(f, x, weight, keep=2 * max_steps, **settings)
-    assert all(map(torch.equal, ours, expected))
 
 
 @pytest.mark.cpu
@@ -96,19 +82,6 @@ def test_tolerance_nested_states_and_dtypes():
     torch.testing.assert_close(solution.z["b"][0], torch.tensor(2.0, dtype=torch.float64), rtol=1e-3, atol=0)
     (solution.z["a"].sum() + solution.z["b"][0]).backward()
     assert weight.grad.isfinite()
-
-
-def test_every_backend_gives_the_same_solution_and_gradient(backend):
-    f, x = blocks()["conv"]
-    x.requires_grad_()
-    weight = torch.randn_like(x)
-    settings = {"beta": 0.8, "max_steps": 8, "state": "exact", "tol": 1e-9}
-    with revdeq.kernels.backend("reference"):
-        expected_z, expected = gradients(f, x, weight, **settings)
-    with revdeq.kernels.backend(backend):
-        z, ours = gradients(f, x, weight, **settings)
-    assert torch.equal(z, expected_z)
-    assert all(map(torch.equal, ours, expected))
 
 
 def test_no_float64_tensor_is_made(monkeypatch):
