@@ -110,8 +110,9 @@ def test_beta_is_rounded_to_the_nearest_fraction():
 def test_overflow_errors_name_the_limit_and_the_remedy():
     with pytest.raises(OverflowError, match=r"150.*below 128 .*revdeq.Exact\(fraction_bits="):
         revdeq.solve(lambda z: z * 0 + torch.where(z.abs() > 50, 150.0, 100.0), torch.zeros(3), state="exact")
-    with pytest.raises(OverflowError, match="reached 128 and"):
-        revdeq.solve(lambda z: torch.full_like(z, 128), torch.zeros(3), state="exact")
+    for beta, f in ((0.5, 128), (1.5, 100)):  # f is just too large; only the state is too large
+        with pytest.raises(OverflowError, match=f"reached {f} and"):
+            revdeq.solve(lambda z, f=f: torch.full_like(z, f), torch.zeros(3), state="exact", beta=beta)
     roomy = revdeq.solve(lambda z: z * 0 + 150.0, torch.zeros(3), state=revdeq.Exact(fraction_bits=22))
     torch.testing.assert_close(roomy.z, torch.full((3,), 150.0), rtol=0.01, atol=0)
     with pytest.raises(OverflowError, match=r"z0 .*500.*revdeq.Exact\(fraction_bits="):
