@@ -50,7 +50,7 @@ def suites(file: str) -> list[list[str]]:
         return [["tests/kernels/test_kernels.py", "tests/solver/test_exact.py", "-k", "not triton"]]
     return [
         *([["tests/kernels/test_launch.py"]] if file == "kernels/gpu/launch.py" else []),
-        ["tests/kernels/test_emulated_kernels.py", "--sample", "0"],
+        ["tests/kernels/test_emulated_kernels.py"],
         ["tests/kernels/test_gpu_code.py", "-k", "sm_90 or not (sm_ or gfx)"],
         ["tests/kernels/test_kernels.py", "-k", "triton"],
     ]
