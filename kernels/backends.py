@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,83 +23,64 @@ except ImportError:  # Triton exists on Linux only
     gpu = None
 
 
-class Trouble(NamedTuple):
-    """Why something cannot run, and what to do about it."""
-
-    why: str
-    remedy: str
+Trouble: TypeAlias = tuple[str, str] | None
+"""Why something cannot run, and what to do about it."""
 
 
 @dataclass(frozen=True)
 class Backend:
     """An implementation of the half-steps.
 
-    devices: the device types that it is meant for. states: the class of half-steps of each state. trouble_on: why it
-    cannot run on a device, or None. repair: what to do if its bits differ from the reference.
+    devices: the types of devices that it is meant for. states: the class of half-steps of each state. trouble_on: why
+    it cannot run on a device, or None. repair: what to do if its bits differ from the reference.
     """
 
     name: str
     title: str
     devices: tuple[str, ...]
     states: dict[str, type[HalfStep]]
-    trouble_on: Callable[[torch.device], Trouble | None]
+    trouble_on: Callable[[torch.device], Trouble]
     repair: str
 
 
-def _trouble_of_triton(device: torch.device) -> Trouble | None:
+def _trouble_of_triton(device: torch.device) -> Trouble:
     if not gpu:
-        return Trouble("Triton is not installed", "install it with `pip install triton` (Linux)")
+        return "Triton is not installed", "install it with `pip install triton` (Linux)"
     if not gpu.runs_on(device):
         remedy = "move them to a GPU, or set TRITON_INTERPRET=1 before revdeq is imported"
-        return Trouble(f"it cannot run on {device.type} tensors", remedy)
+        return f"it cannot run on {device.type} tensors", remedy
     if device.type == "cpu":
         return None
     if why := gpu.driver_trouble(device.type):
-        remedy = "install gcc, python3-dev and the driver of the GPU"
-        return Trouble(f"Triton cannot build its driver ({why})", remedy)
+        return f"Triton cannot build its driver ({why})", "install gcc, python3-dev and the driver of the GPU"
     if why := gpu.kernel_trouble(device):
-        remedy = "update Triton and the driver of the GPU"
-        return Trouble(f"Triton cannot compile or load its kernels ({why})", remedy)
+        return f"Triton cannot compile or load its kernels ({why})", "update Triton and the driver of the GPU"
     if device.type == "xpu" and not _same_bits(device):
-        remedy = "update Triton, or report it: Intel's GPUs are experimental"
-        return Trouble("Triton's kernels compute other bits than PyTorch on this GPU", remedy)
+        why = "Triton's kernels compute other bits than PyTorch on this GPU"
+        return why, "update Triton, or report it: Intel's GPUs are experimental"
     return None
 
 
-def _trouble_of_c(device: torch.device) -> Trouble | None:
-    if cpu.trouble and cpu.library is None:
-        return Trouble(f"the C kernel cannot be loaded ({cpu.trouble})", cpu.remedy(cpu.trouble))
+def _trouble_of_c(device: torch.device) -> Trouble:
     if cpu.library is None:
-        return Trouble("the C kernel was not built", "install a C compiler and reinstall revdeq")
+        return cpu.trouble
     if device.type != "cpu":
-        return Trouble(f"it cannot run on {device.type} tensors", "move them to the CPU")
+        return f"it cannot run on {device.type} tensors", "move them to the CPU"
     return None
 
 
 TRITON = Backend(
-    "triton",
-    "Triton's kernels",
-    ("cuda", "xpu"),
-    dict(gpu.STATES) if gpu else {},
-    _trouble_of_triton,
+    "triton", "Triton's kernels", ("cuda", "xpu"), dict(gpu.STATES) if gpu else {}, _trouble_of_triton,
     "update Triton and the driver",
-)
+)  # fmt: skip
 C = Backend(
-    "cpu",
-    "the C kernel",
-    ("cpu",),
-    {"float64": cpu.HalfStep, "exact": cpu.ExactHalfStep},
-    _trouble_of_c,
+    "cpu", "the C kernel", ("cpu",), {"float64": cpu.HalfStep, "exact": cpu.ExactHalfStep}, _trouble_of_c,
     "rebuild the C kernel (pip install --force-reinstall --no-deps; no -ffast-math or -Ofast in CFLAGS)",
-)
+)  # fmt: skip
 REFERENCE = Backend(
-    "reference",
-    "PyTorch's own operations",
-    (),
-    {"float64": reference.HalfStep, "exact": reference_exact.HalfStep},
-    lambda device: None,
-    "reinstall torch",
-)
+    "reference", "PyTorch's own operations", (), {"float64": reference.HalfStep, "exact": reference_exact.HalfStep},
+    lambda device: None, "reinstall torch",
+)  # fmt: skip
 BACKENDS = {backend.name: backend for backend in (TRITON, C, REFERENCE)}
 
 _forced: ContextVar[str | None] = ContextVar("revdeq_backend", default=None)
@@ -142,25 +123,21 @@ def backend_for(device: torch.device) -> Backend:
         name = _known(setting, "REVDEQ_BACKEND")
     if name is not None:
         if trouble := BACKENDS[name].trouble_on(device):
-            raise RuntimeError(f"backend {name!r} is forced, but {trouble.why}: {trouble.remedy}")
+            raise RuntimeError(f"backend {name!r} is forced, but {': '.join(trouble)}")
         return BACKENDS[name]
     for meant in (TRITON, C):
         if device.type in meant.devices:
             trouble = meant.trouble_on(device)
             if trouble is None:
                 return meant
-            _warn(trouble)
+            _warn(*trouble)
     return REFERENCE
 
 
 @functools.cache
-def _warn(trouble: Trouble) -> None:
-    warnings.warn(
-        f"{trouble.why}, so {REFERENCE.title} run instead, which are slower (2 to 3 times with an exact state): "
-        f"{trouble.remedy}",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+def _warn(why: str, remedy: str) -> None:
+    slower = f"{REFERENCE.title} run instead, which are slower (2 to 3 times with an exact state)"
+    warnings.warn(f"{why}, so {slower}: {remedy}", RuntimeWarning, stacklevel=3)
 
 
 def _known(name: str, source: str) -> str:
@@ -173,15 +150,17 @@ def _known(name: str, source: str) -> str:
 def _same_bits(device: torch.device) -> bool:
     """Whether Triton's kernels compute the reference's bits. Intel's compiler contracts a multiply-add by default."""
     steps = {"float64": Coefficients.rounded(0.8, 0.7), "exact": Radix.nearest(0.8, 24, 0.7)}
-    pairs = [[_results(b.states[state], step, device) for b in (TRITON, REFERENCE)] for state, step in steps.items()]
-    return all(torch.equal(a, b) for ours, expected in pairs for a, b in zip(ours, expected, strict=True))
+    return all(
+        torch.equal(ours, expected)
+        for state, step in steps.items()
+        for ours, expected in zip(*(_results(b.states[state], step, device) for b in (TRITON, REFERENCE)), strict=True)
+    )
 
 
 def _results(kind: Any, step: Any, device: torch.device) -> list[Tensor]:
     """Half-steps there and back of 5,000 numbers without a pattern, and the sums and the adjoint."""
     x, f_z, z, vjp, adjoint = torch.arange(1.0, 25_001).sin().to(device).view(5, 5000).unbind()
-    h, read, adjoint = kind.encoded(x, step), torch.empty_like(x), adjoint.clone()
-    sums = h.relax_norms(f_z, z, read)
-    results = [h.state.clone(), read.clone(), sums]
+    h, read = kind.encoded(x, step), torch.empty_like(x)
+    results = [h.relax_norms(f_z, z, read), h.state.clone(), read.clone()]
     h.invert_adjoint(f_z, z, read, adjoint, vjp, vjp)
     return [*results, h.state, read, adjoint]

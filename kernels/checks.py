@@ -37,18 +37,13 @@ Inputs = dict[str, Tensor | None]
 """f_z, and if they are used z, adjoint, vjp and other."""
 
 
-def inputs(
-    gamma: float, f_z: Tensor, z: Tensor | None, adjoint: Any = None, vjp: Any = None, other: Any = None
-) -> Inputs:
+def inputs(gamma: float, f_z: Any, z: Any, adjoint: Any = None, vjp: Any = None, other: Any = None) -> Inputs:
     """The arguments that are used, by name."""
-    used: Inputs = {"f_z": f_z}
-    if gamma != 1:
-        used["z"] = z
-    if adjoint is not None:
-        used |= {"adjoint": adjoint, "vjp": vjp}
-        if gamma != 1:
-            used["other"] = other
-    return used
+    used = {"f_z": f_z, "z": z, "adjoint": adjoint, "vjp": vjp, "other": other}
+    unused = ["z", "other"] if gamma == 1 else []
+    if adjoint is None:
+        unused += ["adjoint", "vjp", "other"]
+    return {name: x for name, x in used.items() if name not in unused}
 
 
 def read_next(y: Tensor, dtype: torch.dtype | None, used: Inputs) -> Tensor:
@@ -62,10 +57,8 @@ def read_next(y: Tensor, dtype: torch.dtype | None, used: Inputs) -> Tensor:
             check_tensor(name, x, y, read.dtype if name in ("z", "vjp") else wide(read.dtype))
     for name, x in (("y", y), ("adjoint", used.get("adjoint"))):
         if x is not None and layout(x) != layout(read):
-            raise ValueError(
-                f"{name} has the strides {x.stride()}: it is written, and must be dense in memory, with the strides of "
-                f"the state, here {read.stride()}"
-            )
+            dense = f"it is written, and must be dense in memory, with the strides of the state, here {read.stride()}"
+            raise ValueError(f"{name} has the strides {x.stride()}: {dense}")
     return read
 
 

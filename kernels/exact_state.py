@@ -59,13 +59,13 @@ class ExactState:
 
     def relax(self, f_z: Tensor, z: Tensor | None = None, *, dtype: Any = None) -> Tensor:
         """A half-step. Returns what f reads next."""
-        read = self._next(dtype, f_z, z)
+        read = self._next(False, dtype, f_z=f_z, z=z)
         self._half_step.relax(f_z, z, read)
         return read
 
     def invert(self, f_z: Tensor, z: Tensor | None = None, *, dtype: Any = None) -> Tensor:
         """The inverse of the last half-step. Returns what f reads next."""
-        read = self._next(dtype, f_z, z, back=True)
+        read = self._next(True, dtype, f_z=f_z, z=z)
         self._half_step.invert(f_z, z, read)
         return read
 
@@ -73,18 +73,17 @@ class ExactState:
         self, f_z: Tensor, adjoint: Tensor, vjp: Tensor, z: Any = None, other: Any = None, *, dtype: Any = None
     ) -> tuple[Tensor, Tensor]:
         """The inverse, and a half-step of the adjoint. Returns what f reads next and the next seed."""
-        read = self._next(dtype, f_z, z, adjoint, vjp, other, back=True)
+        read = self._next(True, dtype, f_z=f_z, z=z, adjoint=adjoint, vjp=vjp, other=other)
         seed = torch.empty_like(read, dtype=f_z.dtype)
         self._half_step.invert_adjoint(f_z, z, read, adjoint, vjp, other, seed)
         return read, seed
 
-    def _next(self, dtype: Any, f_z: Tensor, z: Tensor | None, *adjoints: Any, back: bool = False) -> Tensor:
+    def _next(self, back: bool, dtype: Any, **tensors: Any) -> Tensor:
         """What f reads next, not yet written, if the arguments fit the state."""
-        kinds = dict(zip(("f_z", "z", "adjoint", "vjp", "other"), (f_z, z, *adjoints), strict=False))
-        check_kinds(0.5, self._gamma, dtype, **kinds)
+        check_kinds(0.5, self._gamma, dtype, **tensors)
         if back and not self._half_step.done:
             raise ValueError("every half-step that was taken is inverted")
-        state, used = self._half_step.state, inputs(self._gamma, f_z, z, *adjoints)
+        state, used = self._half_step.state, inputs(self._gamma, **tensors)
         read = read_next(state, dtype, used)
         check_memory(state, used)
         return read

@@ -4,7 +4,7 @@ One implementation serves all devices: it asks the registry of backends. Past to
 solver calls the same half-steps.
 """
 
-import functools
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,17 +75,9 @@ def invert(
 
 
 def invert_adjoint(
-    y: Tensor,
-    f_z: Tensor,
-    adjoint: Tensor,
-    vjp: Tensor,
-    beta: float,
-    gamma: float = 1.0,
-    z: Tensor | None = None,
-    other: Tensor | None = None,
-    *,
-    dtype: Any = None,
-) -> tuple[Tensor, Tensor]:
+    y: Tensor, f_z: Tensor, adjoint: Tensor, vjp: Tensor, beta: float, gamma: float = 1.0, z: Tensor | None = None,
+    other: Tensor | None = None, *, dtype: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The inverse, and a half-step of the adjoint (Algorithm 1) in the same pass over memory, both in place.
 
     With a = 1 - beta, b = beta gamma and c = beta (1 - gamma), the adjoint of z becomes a adjoint + b vjp + c other.
@@ -128,36 +120,27 @@ def invert_adjoint(
     return torch.ops.revdeq.invert_adjoint.default(y, f_z, adjoint, vjp, beta, gamma, z, other, dtype=dtype)
 
 
-def _relax(
-    y: Any, f_z: Any, beta: Any, gamma: Any = 1.0, z: Any = None, *, dtype: Any = None, fake: bool = False
-) -> Any:
-    half_step, read = _bound(y, beta, gamma, dtype, inputs(gamma, f_z, z), fake)
+def _step(
+    name: str, fake: bool, y: Any, f_z: Any, beta: Any, gamma: Any = 1.0, z: Any = None, *, dtype: Any = None
+) -> Tensor:
+    half_step, read = _bound(fake, y, beta, gamma, dtype, inputs(gamma, f_z, z))
     if half_step:
-        half_step.relax(f_z, z, read)
+        getattr(half_step, name)(f_z, z, read)
     return read
 
 
-def _invert(
-    y: Any, f_z: Any, beta: Any, gamma: Any = 1.0, z: Any = None, *, dtype: Any = None, fake: bool = False
-) -> Any:
-    half_step, read = _bound(y, beta, gamma, dtype, inputs(gamma, f_z, z), fake)
-    if half_step:
-        half_step.invert(f_z, z, read)
-    return read
-
-
-def _invert_adjoint(
-    y: Any, f_z: Any, adjoint: Any, vjp: Any, beta: Any, gamma: Any = 1.0, z: Any = None, other: Any = None,
-    *, dtype: Any = None, fake: Any = 0,
-) -> Any:  # fmt: skip
-    half_step, read = _bound(y, beta, gamma, dtype, inputs(gamma, f_z, z, adjoint, vjp, other), fake)
+def _step_adjoint(
+    fake: bool, y: Any, f_z: Any, adjoint: Any, vjp: Any, beta: Any, gamma: Any = 1.0, z: Any = None, other: Any = None,
+    *, dtype: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    half_step, read = _bound(fake, y, beta, gamma, dtype, inputs(gamma, f_z, z, adjoint, vjp, other))
     seed = torch.empty_like(read, dtype=f_z.dtype)
     if half_step:
         half_step.invert_adjoint(f_z, z, read, adjoint, vjp, other, seed)
     return read, seed
 
 
-def _bound(y: Tensor, beta: float, gamma: float, dtype: Any, used: Inputs, fake: Any) -> tuple[Any, Tensor]:
+def _bound(fake: bool, y: Tensor, beta: float, gamma: float, dtype: Any, used: Inputs) -> tuple[Any, Tensor]:
     """The half-steps of y, unless a tracer's tensors are fake, and what f reads next; or an error."""
     if y.dtype is not torch.float64:
         raise TypeError(f"y is {y.dtype}: the state must be torch.float64; convert it with y.double()")
@@ -171,16 +154,16 @@ def _bound(y: Tensor, beta: float, gamma: float, dtype: Any, used: Inputs, fake:
 
 
 LIBRARY = Library("revdeq", "DEF")
-TENSORS, STEP = "Tensor(a!) y, Tensor f_z", "float beta, float gamma=1.0, Tensor? z=None"
+STATE, STEP = "Tensor(a!) y, Tensor f_z", "float beta, float gamma=1.0, Tensor? z=None"
 for schema, function in (
-    (f"relax({TENSORS}, {STEP}, *, ScalarType? dtype=None) -> Tensor", _relax),
-    (f"invert({TENSORS}, {STEP}, *, ScalarType? dtype=None) -> Tensor", _invert),
+    (f"relax({STATE}, {STEP}, *, ScalarType? dtype=None) -> Tensor", partial(_step, "relax")),
+    (f"invert({STATE}, {STEP}, *, ScalarType? dtype=None) -> Tensor", partial(_step, "invert")),
     (
-        f"invert_adjoint({TENSORS}, Tensor(b!) adjoint, Tensor vjp, {STEP}, Tensor? other=None, "
+        f"invert_adjoint({STATE}, Tensor(b!) adjoint, Tensor vjp, {STEP}, Tensor? other=None, "
         "*, ScalarType? dtype=None) -> (Tensor, Tensor)",
-        _invert_adjoint,
+        _step_adjoint,
     ),
 ):
     name = LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
-    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"revdeq::{name}", functools.partial(function, fake=True), lib=LIBRARY)
+    LIBRARY.impl(name, partial(function, False), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"revdeq::{name}", partial(function, True), lib=LIBRARY)

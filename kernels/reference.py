@@ -99,11 +99,11 @@ def lane_sums(x: Tensor) -> Tensor:
     return total
 
 
-def lane_maxima(error: Tensor, y: Tensor, floor: Tensor) -> Tensor:
-    """The largest relative error of each lane in float32, as bits: int32 of shape [chunks, LANES]. An error is relative
-    to the state, or to `floor` if the state is smaller. Bits are ordered like the numbers, and NaN is the largest."""
+def lane_maxima(error: Tensor, y: Tensor, floor: Tensor, maxima: Tensor) -> None:
+    """Writes the largest relative error of each lane of each chunk in float32, as bits. An error is relative to the
+    state, or to `floor` if the state is smaller. Bits are ordered like the numbers, and NaN is the largest."""
     ratio = (error.float() / torch.maximum(y.float().abs(), floor)).abs()  # the NaN of inf / inf has a sign
-    return _in_rows(ratio.view(torch.int32)).amax(1)
+    maxima.copy_(_in_rows(ratio.view(torch.int32)).amax(1))
 
 
 def _in_rows(x: Tensor) -> Tensor:
@@ -127,8 +127,7 @@ class HalfStep(half_step.HalfStep):
         before = inverted(self.state, f_z, z, self.step)
         update(adjoints, self.step)
         if compared:
-            floor, maxima = compared
-            maxima.copy_(lane_maxima(before - copy.double(), self.state, floor))
+            lane_maxima(before - copy.double(), self.state, *compared)
         else:
             self.state.copy_(before)
             copy.copy_(before)

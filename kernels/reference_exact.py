@@ -58,23 +58,19 @@ def gradient(f: Function, y: Any, z: Any, read: Tensor, grad: Tensor, beta: floa
     return (z_bar + (1 - beta) * y_bar) / beta
 
 
-def relaxed(state: Tensor, f_z: Tensor, z: Tensor | None, spilled: bool, step: Radix) -> tuple[Tensor, Tensor, Tensor]:
+def relaxed(y: Tensor, r: Tensor, g: Tensor, step: Radix) -> tuple[Tensor, Tensor, Tensor]:
     """Y and R after the half-step, and a mask of overflows, of f or of Y."""
-    y, r = parts(state)
-    if spilled:
-        r = torch.zeros_like(r)
-    number, bad = integer(mixed(f_z, z, step), step)
+    number, bad = integer(g, step)
     t = step.sign * (step.p * y + r % step.p) + step.weight * number
-    y = _floor(t, step.d)
-    return y, _floor(r, step.p) * step.d + t % step.d, bad | (y < -(2**31)) | (y >= 2**31)
+    y = t // step.d
+    return y, r // step.p * step.d + t % step.d, bad | (y < -(2**31)) | (y >= 2**31)
 
 
-def inverted(state: Tensor, f_z: Tensor, z: Tensor | None, step: Radix) -> tuple[Tensor, Tensor]:
+def inverted(y: Tensor, r: Tensor, g: Tensor, step: Radix) -> tuple[Tensor, Tensor]:
     """Y and R before the half-step."""
-    y, r = parts(state)
     t = y * step.d + r % step.d
-    u = step.sign * (t - step.weight * integer(mixed(f_z, z, step), step)[0])
-    return _floor(u, step.p), _floor(r, step.d) * step.p + u % step.p
+    u = step.sign * (t - step.weight * integer(g, step)[0])
+    return u // step.p, r // step.d * step.p + u % step.p
 
 
 def mixed(f_z: Tensor, z: Tensor | None, step: Radix) -> Tensor:
@@ -101,21 +97,11 @@ def magnitude_bits(f_z: Tensor) -> Tensor:
     return f_z.to(torch.float32).abs().view(torch.int32).clamp(min=1)
 
 
-def parts(state: Tensor) -> tuple[Tensor, Tensor]:
-    """Y and R."""
-    return state >> 32, state & 0xFFFFFFFF
-
-
-def _floor(x: Tensor, divisor: int) -> Tensor:
-    return torch.div(x, divisor, rounding_mode="floor")
-
-
 class HalfStep(half_step.HalfStep):
     """The half-steps of an integer state.
 
-    done: the number of half-steps taken and not inverted.
-    alarm: of LANES int32: 0, or the magnitudes (the bits of a float32) of an f that overflowed or made the state
-        overflow, or of an initial value. What is computed after it is meaningless.
+    done: the number of half-steps taken and not inverted. alarm: LANES times 0, or the magnitude, as the bits of a
+    float32, of an f that overflowed or made the state overflow, or of an initial value: then the state is meaningless.
     """
 
     sums = torch.float32
@@ -162,29 +148,28 @@ class HalfStep(half_step.HalfStep):
         self._raise_alarm(x, bad)
 
     def _relax(self, f_z: Tensor, z: Tensor | None, copy: Tensor, partial: Tensor | None) -> None:
-        spill, (before, r) = self._spill(), parts(self.state)
-        y, rest, bad = relaxed(self.state, f_z, z, spill is not None, self.step)
+        spill, before, r = self._spill(), self.state >> 32, self.state & 0xFFFFFFFF
         if spill is not None:
             spill.copy_(r)  # its 32 bits, as an int32
+            r.zero_()
+        y, r, bad = relaxed(before, r, mixed(f_z, z, self.step), self.step)
         if partial is not None:
             for i, x in enumerate((y - before, y)):
                 partial[i] = reference.lane_sums((x.to(torch.float32) * self.step.unit).square())
-        self.state.copy_((y << 32) | rest)
+        self.state.copy_((y << 32) | r)
         decode(y, copy, self.step)
         self._raise_alarm(f_z, bad)
 
     def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints, compared: Compared) -> None:
         """A nonzero remainder in the initial state is an error too."""
-        y, r = inverted(self.state, f_z, z, self.step)
+        after = self.state >> 32
+        y, r = inverted(after, self.state & 0xFFFFFFFF, mixed(f_z, z, self.step), self.step)
         reference.update(adjoints, self.step)
         if compared:
-            floor, maxima = compared
             error = (y - integer(copy, self.step)[0]).to(torch.float32) * self.step.unit + r.to(torch.float32)
-            value = (self.state >> 32).to(torch.float32) * self.step.unit
-            maxima.copy_(reference.lane_maxima(error, value, floor))
+            reference.lane_maxima(error, after.to(torch.float32) * self.step.unit, *compared)
             return
-        spilled = self._take_back()
-        if spilled is not None:
+        if (spilled := self._take_back()) is not None:
             r = spilled.to(torch.int64) & 0xFFFFFFFF
         self.state.copy_((y << 32) | r)
         decode(y, copy, self.step)
@@ -192,5 +177,4 @@ class HalfStep(half_step.HalfStep):
     def _raise_alarm(self, f_z: Tensor, bad: Tensor) -> None:
         """The alarm of the first lane."""
         if bad.numel():
-            largest = torch.where(bad, magnitude_bits(f_z), 0).max()
-            self.alarm[0] = torch.maximum(self.alarm[0], largest)
+            self.alarm[0] = torch.maximum(self.alarm[0], torch.where(bad, magnitude_bits(f_z), 0).max())

@@ -19,7 +19,7 @@ if not (_Path(__file__).parent / "kernels").exists():
 
 from . import kernels
 from ._solver.check import ConvergenceError, ConvergenceWarning, ReconstructionError, ReconstructionWarning
-from ._solver.layer import Last, RevDEQ
+from ._solver.layer import RevDEQ
 from ._solver.loop import loop
 from ._solver.options import Exact, Options
 from ._solver.solve import Solution, solve, steps
@@ -31,7 +31,6 @@ __all__ = [
     "ConvergenceError",
     "ConvergenceWarning",
     "Exact",
-    "Last",
     "Options",
     "ReconstructionError",
     "ReconstructionWarning",

@@ -7,7 +7,7 @@ import contextlib
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -107,27 +107,6 @@ def is_capturing(device: torch.device) -> bool:
         return True
     with api(device).device(device):
         return bool(capturing())
-
-
-def generator_states(device: torch.device) -> list[Tensor]:
-    """The states of the CPU's generator, of the device's, and of all other GPUs' that may be in use, in this order."""
-    return [torch.get_rng_state(), *(api(gpu).get_rng_state(gpu) for gpu in _with_generators(device))]
-
-
-def set_generator_states(device: torch.device, states: Sequence[Tensor]) -> None:
-    """Restore states. Generators of GPUs that were not in use yet are left alone."""
-    torch.set_rng_state(states[0])
-    for gpu, state in zip(_with_generators(device), states[1:], strict=False):
-        api(gpu).set_rng_state(state, gpu)
-
-
-def _with_generators(device: torch.device) -> list[torch.device]:
-    """The device, and all GPUs of the types that this process uses, because f may use them. This costs a flag per type
-    and microseconds per GPU, and initializes nothing."""
-    first = [] if device.type == "cpu" else [device]
-    used = (kind for kind in GPUS if getattr(torch, kind).is_initialized())
-    gpus = (torch.device(kind, i) for kind in used for i in range(getattr(torch, kind).device_count()))
-    return [*first, *(gpu for gpu in gpus if gpu != device)]
 
 
 def allocated(device: torch.device) -> int | None:

@@ -13,10 +13,10 @@ from typing_extensions import Unpack
 
 from ._solver.layer import RevDEQ
 from ._solver.options import Keywords, Options
+from ._solver.precision import coefficients
 from ._solver.repeatable import Repeatable
 from ._solver.state import State, flattened_like, flattened_state, structured
 from ._solver.unrolled import unrolled
-from .kernels.half_step import Coefficients
 
 __all__ = ["Anderson", "checkpointed", "stored_graph"]
 
@@ -64,17 +64,14 @@ def checkpointed(
     return _unrolled(f, z0, args, beta, gamma, max_steps, around=around)
 
 
-def _unrolled(
-    f: Callable[..., Any], z0: Any, args: tuple[Any, ...], beta: float, gamma: float, max_steps: int, **around: Any
-) -> Any:
-    options = Options(beta=beta, gamma=gamma, max_steps=max_steps)  # which checks them
+def _unrolled(f: Any, z0: Any, args: Any, beta: float, gamma: float, max_steps: int, **around: Any) -> Any:
+    options = Options(beta=beta, gamma=gamma, max_steps=max_steps)
     z, spec = flattened_state(z0)
 
     def called(state: State, k: int) -> State:
         return flattened_like(f(structured(state, spec), *args), state, spec)
 
-    step = Coefficients.rounded(options.beta, options.gamma)
-    return structured(unrolled(called, z, z, step, options.max_steps, **around)[1], spec)
+    return structured(unrolled(called, z, z, coefficients(beta, gamma), options, **around)[1], spec)
 
 
 class Found(NamedTuple):
@@ -125,7 +122,7 @@ class Anderson(RevDEQ):
 
         kind, calls = x.device.type, 0
         start = torch.zeros_like(x, requires_grad=False) if z0 is None else z0
-        run = Repeatable(self.f, [start], tree_structure(start), (x,), {}, indexed=False, has_aux=False)
+        run = Repeatable(self.f, [start], tree_structure(start), (x,))
         autocast = functools.partial(
             torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         )

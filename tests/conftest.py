@@ -47,50 +47,16 @@ def on_device(request, simulated):
 
 
 TOLD_WHERE = {"half_steps", "backend"}
-SIMULATED = ("test_solve.py", "test_gradient.py", "test_inside_f.py", "test_monitor.py", "test_memory.py")
-"""Files whose tests run a second time on the simulated GPU of tests/tools/fake_gpu.py."""
+SIMULATED = ("test_solve.py", "test_gradient.py")
+"""Files whose tests run a second time on the simulated GPU of tests/tools/fake_gpu.py, except for those that take long
+there."""
 
 NOT_SIMULATED = {
-    "it expects an error immediately, but on a device errors are deferred": [
-        "test_values_exchanged_between_the_passes_are_noticed",
-        "test_tensors_exchanged_between_the_passes_are_an_error",
-        "test_beyond_its_range_it_warns_once_for_each_place_that_calls",
-        "test_it_raises_or_keeps_silent_on_request",
-        "test_a_function_that_changes_between_the_passes_is_noticed",
-        "test_a_silent_gradient_is_a_right_one",
-        "test_the_verdict_of_a_device_comes_with_a_later_solve",
-        "test_an_adjoint_equation_that_does_not_converge_is_reported",
-    ],
-    "it is about the CPU's generator, autocast or default device": [
-        "test_dropout_is_one_mask_per_solve",
-        "test_a_function_that_draws_nothing_leaves_the_generator_alone",
-        "test_an_interruption_leaves_everything_as_it_was",
-        "test_autocast_is_restored_in_the_backward_pass",
-        "test_the_default_device_is_that_of_the_forward_pass",
-        "test_two_solves_in_two_threads_do_not_disturb_each_other",
-        "test_two_solves_with_dropout_in_two_threads_each_keep_their_mask",
-    ],
-    "it has a counterpart in test_gpu_host.py": ["test_without_tolerance_nothing_waits_for_the_device"],
-    "tensors implemented in Python do not support it: conjugate views, pickling, subclasses, a kernel's layout": [
-        "test_f_may_return_a_negative_view",
-        "test_layers_are_copied_saved_and_pickled",
-        "test_subclasses_of_tensor_work_or_say_why_not",
-        "test_channels_last_is_kept",
-    ],
-    "torch.compile does not support the device": [
-        "test_a_compiled_f",
-        "test_a_compiled_model_around_the_solve_breaks_its_graph_once",
-    ],
-}
-SLOWLY_SIMULATED = {
-    "test_the_measurement_sees_memory_that_grows",
-    "test_peak_memory_is_the_same_at_every_depth",
     "test_gradcheck",
     "test_gradient_equals_stored_graph_in_the_settings_of_the_paper",
     "test_both_passes_give_f_the_same_inputs_bit_for_bit",
-    "test_f_may_return_one_part_of_its_state_as_another",
+    "test_memory_grows_with_what_is_kept",
 }
-"""Only run with `pytest -m full`. The others take half a minute together."""
 
 
 NO_FAKE_GPU: str | None = None
@@ -103,11 +69,8 @@ except pytest.skip.Exception as reason:
 def pytest_generate_tests(metafunc):
     name = metafunc.function.__name__
     told = TOLD_WHERE & set(metafunc.fixturenames) or any(metafunc.definition.iter_markers("cpu"))
-    left_out = told or any(name in names for names in NOT_SIMULATED.values())
-    if metafunc.definition.path.name in SIMULATED and not left_out:
-        marks = [pytest.mark.full] if name in SLOWLY_SIMULATED else []
-        if NO_FAKE_GPU is not None:
-            marks.append(pytest.mark.skip(reason=NO_FAKE_GPU))
+    if metafunc.definition.path.name in SIMULATED and not told and name not in NOT_SIMULATED:
+        marks = [] if NO_FAKE_GPU is None else [pytest.mark.skip(reason=NO_FAKE_GPU)]
         values = [pytest.param(False, id=DEVICE.type), pytest.param(True, id="fakegpu", marks=marks)]
         metafunc.parametrize("simulated", values, indirect=True)
 

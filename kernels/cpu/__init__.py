@@ -26,23 +26,20 @@ def load(path: str) -> Any:
     return library
 
 
-def _found() -> Any:
-    spec = importlib.util.find_spec("revdeq.kernels._cpu")
-    if spec is None or spec.origin is None:
-        return None  # built without a C compiler
-    return load(spec.origin)
+def found() -> tuple[Any, tuple[str, str]]:
+    """The library; or None, why there is none, and what to do about it."""
+    try:
+        spec = importlib.util.find_spec("revdeq.kernels._cpu")
+        if spec is None or spec.origin is None:
+            return None, ("the C kernel was not built", "install a C compiler and reinstall revdeq")
+        return load(spec.origin), ("", "")
+    except (OSError, AttributeError, ValueError) as error:  # built on another machine, or for another version
+        openmp = "libgomp" in str(error)  # torch's copy may have another name, as on ARM
+        remedy = "install GCC's OpenMP runtime (libgomp1)" if openmp else "reinstall revdeq to build it again"
+        return None, (f"the C kernel cannot be loaded ({error})", remedy)
 
 
-def remedy(trouble: str) -> str:
-    if "libgomp" in trouble:  # torch's copy may have another name, as on ARM
-        return "install GCC's OpenMP runtime (libgomp1)"
-    return "reinstall revdeq to build it again"
-
-
-try:
-    library, trouble = _found(), ""
-except (OSError, AttributeError, ValueError) as error:  # built on another machine, or for another version
-    library, trouble = None, str(error)
+library, trouble = found()
 
 
 def relax(f_z: Tensor, z: Tensor | None, copy: Tensor, sums: Tensor | None, spill: Tensor | None = None) -> bytes:

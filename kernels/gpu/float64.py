@@ -4,8 +4,8 @@
     y = (y' - b f(z) - c z) / a
     adjoint = a adjoint + b vjp + c other
 
-reference.py specifies them. The coefficients are arguments, so that another beta compiles nothing. A name with `p_` is a
-pointer, `o` are the offsets of elements, and `m` masks those that do not exist.
+reference.py specifies them. The coefficients are arguments, so that another beta compiles nothing. `p_` begins the name
+of a pointer, `o` are the offsets of elements, and `m` masks those that do not exist.
 """
 
 import torch
@@ -117,7 +117,7 @@ def _invert_kernel(
     a: tl.float64, b: tl.float64, c: tl.float64, a_32: tl.float32, b_32: tl.float32, c_32: tl.float32,
     inverse: tl.float64, IN_PTX: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """With `p_maxima`, only the adjoint is stored, and the state before is compared with the initial one in `p_copy`."""
+    """With `p_maxima`, only the adjoint is stored, and the state is compared with the initial one in `p_copy`."""
     maxima, floor = tl.full((SIZE,), 0, tl.int32), 0.0 if p_floor is None else tl.load(p_floor)
     for row in tl.range(ROWS):
         o, m = memory.row_of(row, n, ROWS, EVEN, SIZE)

@@ -42,6 +42,6 @@ def store(p_x, x, o, m):
 
 @triton.jit
 def store_lanes(p_partial, x, index, LANES: tl.constexpr):
-    """Store the result of each lane of this program's chunk, at an index of a buffer of the shape [:, chunks, LANES]."""
+    """Store the result of each lane of this program's chunk, at an index of a [:, chunks, LANES] buffer."""
     chunk, chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     tl.store(p_partial + (index * chunks + chunk) * LANES + offsets(LANES), x)

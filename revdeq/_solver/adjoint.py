@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..kernels.half_step import wide
 from .check import typical_magnitude
 from .evaluation import Evaluation
 from .state import State, dense
@@ -26,7 +27,8 @@ Gradients = Sequence[Tensor | None]
 class BackwardPass:
     """One backward pass through an iteration.
 
-    half_steps: those of y and z. The last half-step that is not yet inverted is at - 1, and it read `read`.
+    half_steps: those of y and z. The last one that is not yet inverted is at - 1, and it read `read`. evaluation: which
+    was repeated last, with its outputs. adjoints: those of y and z, once there is a gradient.
     """
 
     def __init__(self, iteration: "Iteration", half_steps: Sequence[list[Any]]) -> None:
@@ -35,9 +37,9 @@ class BackwardPass:
         self._z0, self._y0, self._norms = iteration.z0, iteration.y0, iteration.norms
         self._read = [h.decoded(x.dtype).requires_grad_() for h, x in zip(half_steps[0], self._z0, strict=True)]
         self._context = self._f.as_in_forward()  # read once: it does not change within a pass
-        self._evaluation = Evaluation(self._at)  # which was repeated last,
-        self._outputs: State | None = None  # and its outputs
-        self._adjoints: tuple[State, State] | None = None  # of y and z, once there is a gradient
+        self.evaluation = Evaluation(self._at)
+        self._outputs: State | None = None
+        self.adjoints: tuple[State, State] | None = None
         self._entering: dict[int, Gradients] = {}
         self._maxima: list[Tensor] = []
         self._floors = [typical_magnitude(x) for x in self._read] if self._check else []
@@ -46,43 +48,37 @@ class BackwardPass:
 
     def enter(self, k: int, grads: Gradients) -> None:
         """Take the gradient of a loss with respect to the result of half-step k."""
-        grads = self._entering[k] = [None if g is None else dense(g, g) for g in grads]
-        if self._check is not None and self._adjoints is None:
-            self._statistics.last = [*self._statistics.last, *_norms(grads)]
+        self._entering[k] = grads
 
     def at_half_step(self, evaluation: Evaluation, products: Gradients) -> Gradients:
-        """Take the gradient with respect to the result of half-step k that came through the next evaluation of f. Return
-        that with respect to f's outputs."""
-        k, entering = evaluation.k, self._entering.pop(evaluation.k, ())
-        if self._adjoints is not None:
+        """Take the gradient of the result of half-step k that came through the next evaluation of f. Return that of f's
+        outputs."""
+        k = evaluation.k
+        entering = self._entering.pop(k, None)
+        if self.adjoints is not None:
             if self._at != k + 2:
                 raise RuntimeError(PASSED)
             seeds = self._undo(k + 1, products)
             self._evaluate(evaluation)
-            if any(g is not None for g in entering):
+            if entering is not None:
                 seeds = self._add(k, entering)
-        elif all(g is None for g in (*entering, *products)):
+        elif all(g is None for g in (*products, *(entering or ()))):
             return products
         else:  # here the gradient begins
             self.reach(evaluation)
-            self._adjoints = tuple([torch.zeros_like(x, dtype=_wide(x)) for x in self._read] for _ in range(2))
-            for grads in (products, entering):
-                seeds = self._add(k, grads)
-        if k == 0:
+            self.adjoints = tuple([torch.zeros_like(x, dtype=wide(x.dtype)) for x in self._read] for _ in range(2))
+            seeds = self._add(k, products)
+            if entering is not None:
+                seeds = self._add(k, entering)
+            if self._check:
+                self._statistics.last = _norms((*products, *(entering or ()), *sum(self._entering.values(), ())))
+        if k == 0 and self._check and self._maxima:
             self._compare_start()
         return seeds
 
-    def leave(self) -> None:
-        """Free the tensors of the evaluation that it is at."""
-        self._evaluation.clear()
-
-    @property
-    def has_gradient(self) -> bool:
-        return self._adjoints is not None
-
     def reach(self, evaluation: Evaluation) -> None:
         """Have the saved tensors of an evaluation, to which no gradient flows through the half-steps after it."""
-        if self._at < evaluation.k + 1 or (self._at > evaluation.k + 1 and self._adjoints is not None):
+        if self._at < evaluation.k + 1 or (self._at > evaluation.k + 1 and self.adjoints is not None):
             raise RuntimeError(PASSED)
         while self._at > evaluation.k + 1:
             outputs = self._evaluate(Evaluation(self._at - 1))
@@ -92,20 +88,20 @@ class BackwardPass:
 
     def by_initial(self) -> tuple[State, State]:
         """The gradients with respect to z0 and y0, without that through f(z0)."""
-        assert self._adjoints is not None
+        assert self.adjoints is not None
         kept, mixed = self._step.a / self._step.b, self._step.c / self._step.b
-        by_y0 = [x * kept for x in self._adjoints[0]]
-        by_z0 = [torch.add(z * kept, y, alpha=mixed) for y, z in zip(*self._adjoints, strict=True)]
+        by_y0 = [x * kept for x in self.adjoints[0]]
+        by_z0 = [torch.add(z * kept, y, alpha=mixed) for y, z in zip(*self.adjoints, strict=True)]
         return by_z0, by_y0
 
     def _add(self, k: int, grads: Gradients) -> State:
         """Add a gradient to the adjoint of the result of half-step k. Return the seeds."""
-        assert self._adjoints is not None and self._outputs is not None
-        for adjoint, g in zip(self._adjoints[k % 2], grads, strict=False):
+        assert self.adjoints is not None and self._outputs is not None
+        for adjoint, g in zip(self.adjoints[k % 2], grads, strict=True):
             if g is not None:
                 adjoint.add_(dense(g, g), alpha=self._step.b)
         # In their own memory: a hook or custom function in f may modify its gradient in place.
-        return [x.to(out.dtype, copy=True) for x, out in zip(self._adjoints[k % 2], self._outputs, strict=True)]
+        return [x.to(out.dtype, copy=True) for x, out in zip(self.adjoints[k % 2], self._outputs, strict=True)]
 
     def _evaluate(self, evaluation: Evaluation) -> State:
         """Evaluate f again at the input of evaluation at - 1, unless its tensors exist."""
@@ -114,7 +110,7 @@ class BackwardPass:
             if outputs is None:
                 with self._context():
                     outputs = evaluation.repeat(self._f, self._read)
-            self._evaluation = evaluation
+            self.evaluation = evaluation
             if len(outputs) > 1:  # f may return one part of its state as another, which is overwritten first
                 memory = {x.untyped_storage().data_ptr() for x in self._read}
                 outputs = [x.clone() if x.untyped_storage().data_ptr() in memory else x for x in outputs]
@@ -122,20 +118,20 @@ class BackwardPass:
         return self._outputs
 
     def _invert(self, k: int, outputs: State) -> None:
-        for half_step, out, x in zip(self._half_steps[k % 2], outputs, self._read, strict=True):
-            half_step.invert(out, x, x)
+        for h, out, x in zip(self._half_steps[k % 2], outputs, self._read, strict=True):
+            h.invert(out, x, x)
 
     def _undo(self, k: int, products: Gradients) -> State:
         """Invert half-step k, and update the other state's adjoint with the product of f in the same pass over memory.
         Return the next seeds."""
-        assert self._outputs is not None and self._adjoints is not None
-        mine, other = self._adjoints[1 - k % 2], self._adjoints[k % 2]
+        assert self._outputs is not None and self.adjoints is not None
+        mine, other = self.adjoints[1 - k % 2], self.adjoints[k % 2]
         seeds = []
         for i, half_step in enumerate(self._half_steps[k % 2]):
             out, x = self._outputs[i], self._read[i]
             seeds.append(torch.empty_like(mine[i], dtype=out.dtype))
             adjoints = mine[i], dense(products[i], x), other[i], seeds[i]
-            if k == 1 and self._check is not None:
+            if k == 1 and self._check:
                 self._maxima.append(half_step.invert_compare(out, x, self._z0[i], self._floors[i], *adjoints))
             else:
                 half_step.invert_adjoint(out, x, x, *adjoints)
@@ -145,22 +141,18 @@ class BackwardPass:
     def _went_back(self) -> None:
         """After a half-step was inverted, f's tensors are no longer needed."""
         self._at -= 1
-        self._evaluation.clear()
+        self.evaluation.clear()
         self._outputs = None
         if self._at == 1:
             self._read = self._z0  # it is known: use it, not its reconstruction
 
     def _compare_start(self) -> None:
         """At the first half-step, check the reconstruction of y0; that of z0 was checked before."""
-        if self._check is None or not self._maxima:
-            return
-        assert self._outputs is not None and self._adjoints is not None
-        for h, out, x, y, floor in zip(
-            self._half_steps[0], self._outputs, self._read, self._y0, self._floors, strict=True
-        ):
-            self._maxima.append(h.invert_compare(out, x, y, floor))
+        assert self._check is not None and self._outputs is not None and self.adjoints is not None
+        given = self._half_steps[0], self._outputs, self._read, self._y0, self._floors
+        self._maxima += [h.invert_compare(out, x, y, floor) for h, out, x, y, floor in zip(*given, strict=True)]
         statistics = self._statistics
-        statistics.first, statistics.b = _norms([*self._adjoints[0], *self._adjoints[1]]), abs(self._step.b)
+        statistics.first, statistics.b = _norms([*self.adjoints[0], *self.adjoints[1]]), abs(self._step.b)
         self._check.judge(self._maxima, self._norms, statistics)
 
 
@@ -171,9 +163,4 @@ PASSED = (
 
 
 def _norms(xs: Gradients) -> State:
-    return [torch.linalg.vector_norm(x) for x in xs if x is not None]
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """The dtype of adjoints."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return [torch.linalg.vector_norm(dense(x, x)) for x in xs if x is not None]

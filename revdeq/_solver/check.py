@@ -89,18 +89,15 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Check:
-    """Warns or raises.
-
-    site: file and line of the call of `solve`."""
+    """Warns or raises. site: file and line of the call of `solve`."""
 
     options: Any
     site: tuple[str, int]
-    step: Any
-    state: str
+    precision: Any
 
     @property
     def setting(self) -> str:
-        return f"beta = {self.step.beta:.6g}, N = {self.options.max_steps} steps"
+        return f"beta = {self.precision.step.beta:.6g}, N = {self.options.max_steps} steps"
 
     def judge(self, maxima: Sequence[Tensor], norms: Tensor, statistics: Statistics) -> None:
         """Check a reconstruction: the partial maxima of `invert_compare`, and the squared norms of the last change of z
@@ -112,8 +109,8 @@ class Check:
     def _decide(self, norms: Tensor, count: int, last: int, b: float, values: list[float]) -> None:
         if wrong := [rho for rho in values[:count] if not rho <= LIMIT]:
             self._tell(
-                f"the backward pass failed to reconstruct z0: the relative error is {max(wrong):.1e}, above the limit of "
-                f"{LIMIT:.0e} ({self.setting}), so the gradient of this solve is not exact. {self._cause(norms)}",
+                f"the backward pass failed to reconstruct z0: the relative error is {max(wrong):.1e}, above the limit "
+                f"of {LIMIT:.0e} ({self.setting}), so the gradient of this solve is not exact. {self._cause(norms)}",
                 ReconstructionError,
                 ReconstructionWarning,
             )
@@ -122,23 +119,23 @@ class Check:
         # An infinite gradient of a scaled loss is up to its GradScaler.
         if math.isfinite(before) and not after <= LARGEST_GROWTH * before and last:
             self._tell(
-                f"the gradient grew from {before:.1e} at the last step to {after:.1e} at the first ({self.setting}): it "
-                "is exact, but f expands, so that the gradient explodes with more steps and is dominated by the first "
-                "ones. Damp f with gamma < 1 (0.25 to 0.5), or take fewer steps",
+                f"the gradient grew from {before:.1e} at the last step to {after:.1e} at the first ({self.setting}): "
+                "it is exact, but f expands, so that the gradient explodes with more steps and is dominated by the "
+                "first ones. Damp f with gamma < 1 (0.25 to 0.5), or take fewer steps",
                 None,
                 ConvergenceWarning,
             )
 
     def _cause(self, norms: Tensor) -> str:
         other = "f does not return the same result when it is called again (its own generator? a counter?)"
-        if self.state == "exact":
+        if self.precision.name == "exact":
             return f"The exact state loses nothing: {other}. {ATOMICS}"
         change, value = norms.double().reshape(2, -1).sum(1).tolist()
         if change > value / 4:
             return (
                 f"The iteration does not converge, or {other}: z has size {math.sqrt(value):.1e}, and the last step "
-                f"changed it by {math.sqrt(change):.1e}, which a float64 state may not invert. Find better coefficients "
-                'with revdeq.tune, normalize f\'s output, or use state="exact"'
+                f"changed it by {math.sqrt(change):.1e}, which a float64 state may not invert. Find better "
+                'coefficients with revdeq.tune, normalize f\'s output, or use state="exact"'
             )
         return (
             f'Either {other}, or the float64 state was rounded beyond recovery: use state="exact", fewer steps or '
@@ -155,22 +152,23 @@ class Check:
             self._tell(
                 f"the adjoint equation of gradient='implicit' is not solved: the relative change of the last step is "
                 f"{change:.1e}, above the limit of {UNSETTLED:g} ({self.setting}), so the gradient is not the fixed "
-                "point's. Take more steps, find better coefficients with revdeq.tune, or use gradient='exact'",
-                ConvergenceError,
-                ConvergenceWarning,
+                "point's. Take more steps, find better coefficients with revdeq.tune, or use gradient='exact'"
             )
 
-    def judge_gap(self, gap: float, tol: float) -> None:
+    def judge_gap(self, gap: float) -> None:
         """Check the relative distance of y and z when tol is met."""
-        if gap > math.sqrt(tol):
+        if gap > math.sqrt(self.options.tol):
             self._tell(
                 f"y and z converge to two different points, at a relative distance of {gap:.1e} ({self.setting}): z is "
-                "not a fixed point. Try gamma < 1, or revdeq.tune",
-                ConvergenceError,
-                ConvergenceWarning,
+                "not a fixed point. Try gamma < 1, or revdeq.tune"
             )
 
-    def _tell(self, text: str, error: type[Exception] | None, warning: type[Warning]) -> None:
+    def _tell(
+        self,
+        text: str,
+        error: type[Exception] | None = ConvergenceError,
+        warning: type[Warning] = ConvergenceWarning,
+    ) -> None:
         """Raise, or warn once per calling line."""
         if self.options.check == "raise" and error is not None:
             raise error(text)

@@ -1,9 +1,9 @@
 """One evaluation of f in autograd's graph, without the tensors that it saves.
 
 Autograd keeps the graph of every evaluation, but a saved-tensor hook puts the tensors beside it, and they are dropped
-when the evaluation ends. In the backward pass f is evaluated again and saves the same tensors in the same order, and the
-nodes of the graph find them there. torch.utils.checkpoint does the same, but stores the input, which is reconstructed
-here.
+when the evaluation ends. In the backward pass f is evaluated again and saves the same tensors in the same order, and
+the nodes of the graph find them there. torch.utils.checkpoint does the same, but stores the input, which is
+reconstructed here.
 """
 
 from typing import TYPE_CHECKING
@@ -24,18 +24,17 @@ class Evaluation(dict[int, Tensor]):
     outputs: the outputs, if they are kept together with the saved tensors.
     """
 
-    __slots__ = ("_count", "_iteration", "_leaves", "_needs", "_versions", "k", "outputs")
+    __slots__ = ("_count", "_iteration", "_needs", "_versions", "k", "outputs")
 
     def __init__(self, k: int, iteration: "Iteration | None" = None) -> None:
         self.k, self._iteration = k, iteration
         self.outputs: State | None = None
         self._needs: list[bool] = []  # whether f's inputs required gradients, if not all did
-        self._leaves: list[bool] = []  # whether they were leaves; after the first evaluation none is
         self._count, self._versions = -1, 0
 
     def run(self, f: Repeatable, read: State) -> State:
         """Evaluate f in the forward pass. Until the end its tensors exist: f itself may compute derivatives."""
-        needs, self._leaves = [x.requires_grad for x in read], [x.is_leaf for x in read]
+        needs = [x.requires_grad for x in read]
         self._needs = [] if all(needs) else needs
         try:
             # The first evaluation notices whether f computes derivatives.
@@ -53,11 +52,10 @@ class Evaluation(dict[int, Tensor]):
         if self._needs or not read[0].requires_grad:
             pairs = zip(read, self._needs or [True] * len(read), strict=True)
             read = [x if x.requires_grad == needs else x.detach().requires_grad_(needs) for x, needs in pairs]
-        # The graph of the repetition is used by an f that computes derivatives, and by no other. Autocast shares the
-        # cast of a leaf, which then sums gradients in its precision.
-        if f.differentiates:
-            leaves = self._leaves or [False] * len(read)
-            read = [x if is_leaf else x.view_as(x) for x, is_leaf in zip(read, leaves, strict=True)]
+        # Only an f that computes derivatives uses the graph of its repetition. Autocast would share the cast of a leaf,
+        # which sums gradients in its precision; what f read was a leaf only in the first evaluation.
+        if f.differentiates and self.k:
+            read = [x.view_as(x) for x in read]
         again, saved = Evaluation(self.k), list[Tensor]()
         hooks = (again._pack, again.__getitem__) if f.differentiates else (saved.append, _gone)
         try:
@@ -70,9 +68,9 @@ class Evaluation(dict[int, Tensor]):
             saved.clear()
         if self._count not in (-1, len(self)):
             raise RuntimeError(
-                f"f does not return the same when it is called again: in evaluation {self.k + 1} it saved {self._count} "
-                f"tensors for the backward pass, and {len(self)} when it was repeated (a cache that its first evaluation "
-                "fills? state inside f? parametrize.cached around the forward pass only?)"
+                "f does not return the same when it is called again (a cache that its first evaluation fills? state "
+                f"inside f? parametrize.cached around the forward pass only?): evaluation {self.k + 1} saved "
+                f"{self._count} tensors for the backward pass, and {len(self)} when it was repeated"
             )
         return outputs
 
@@ -88,6 +86,11 @@ class Evaluation(dict[int, Tensor]):
             self._refuse_changes("after the forward pass, and keep > 0 needs it")
         outputs, self.outputs = self.outputs, None
         return outputs
+
+    def drop(self) -> None:
+        """Forget what was kept."""
+        self.clear()
+        self.outputs = None
 
     def leaves(self) -> list[tuple[Tensor, int]]:
         """Parameters and other leaves that it saved, usually transposed, with their versions."""

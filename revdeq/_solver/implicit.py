@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_structure
 
+from ..kernels.half_step import wide
 from .iteration import Iteration, graph_is_kept, relative_change, uncompiled
 from .precision import precision_for
 from .repeatable import Repeatable
@@ -45,10 +46,10 @@ class FixedPoint(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("revdeq.solve has no second derivative: call backward without create_graph=True")
         # y and z are the same fixed point, so their gradients add up.
-        wide = [torch.promote_types(x.dtype, torch.float32) for x in given]
+        dtypes = [wide(x.dtype) for x in given]
         both = [dense(g, x) for g, x in zip(grads, [*given, *given], strict=True)]
         by_y, by_z = both[:size], both[size:]
-        g = [y.to(dtype) + z.to(dtype) for y, z, dtype in zip(by_y, by_z, wide, strict=True)]
+        g = [y.to(dtype) + z.to(dtype) for y, z, dtype in zip(by_y, by_z, dtypes, strict=True)]
 
         def mapped(u: State) -> State:
             seeds = [u[i].to(ctx.dtypes[i], copy=True) for i, _ in ctx.edges]  # a hook in f may modify them
@@ -58,13 +59,13 @@ class FixedPoint(torch.autograd.Function):
 
         # The same iteration, without a graph. No step is inverted, so the states are float64.
         options = replace(iteration.options, gradient="exact", check=None, state="float64", indexed=False)
-        f = Repeatable(mapped, g, tree_structure(g), (), {}, indexed=False, has_aux=False)
+        f = Repeatable(mapped, g, tree_structure(g))
         adjoint = Iteration(f, g, g, precision_for(options, g[0].device), options, None)
         norm = torch.stack([x.norm() for x in g]).norm()
         u = g
         with torch.no_grad():
             try:
-                for _, u, _ in adjoint.run(g, g):
+                for _, u, _ in adjoint.run(g, g):  # noqa: B007
                     pass
             except FloatingPointError:
                 if norm.isfinite():

@@ -1,6 +1,6 @@
 """The reversible iteration as a part of autograd's graph.
 
-From y_0 = z_0 and with a = 1 - beta, b = beta gamma and c = beta (1 - gamma) (equation 5 of the paper, where gamma = 1):
+From y_0 = z_0 and with a = 1 - beta, b = beta gamma, c = beta (1 - gamma) (equation 5 of the paper, where gamma = 1):
 
     y_{n+1} = a y_n + b f(z_n) + c z_n        z_{n+1} = a z_n + b f(y_{n+1}) + c y_{n+1}
 
@@ -41,8 +41,8 @@ class Iteration:
     """One solve: the states y and z, and what the backward pass needs to invert their steps. It refers to no graph.
 
     half_steps: those of y and z, each with its state, until a backward pass uses them up. steps: the number of steps
-    taken. norms: the squared 2-norms of the last change of z and of z. converged: whether tol was reached. last: without a
-    graph of the iteration, the input and output of the last evaluation.
+    taken. norms: the squared 2-norms of the last change of z and of z. converged: whether tol was reached. last: the
+    input and output of the last evaluation, if the iteration has no graph.
     """
 
     norms: Tensor
@@ -54,7 +54,8 @@ class Iteration:
         self, f: Repeatable, z0: State, y0: State, precision: Float64, options: Options, check: Check | None
     ) -> None:
         self.f, self.precision, self.options, self.check = f, precision, options, check
-        self.z0, self.y0 = [x.detach() for x in z0], [x.detach() for x in y0]
+        self.z0 = [x.detach() for x in z0]
+        self.y0 = self.z0 if y0 is z0 else [x.detach() for x in y0]
         self.has_graph = torch.is_grad_enabled() and options.gradient == "exact"
         self.steps, self.is_running = 0, True
         self.half_steps: tuple[list[Any], ...] = ()
@@ -99,23 +100,21 @@ class Iteration:
         outputs = evaluation.run(self.f, read)
         if k < 2:
             self._constants += evaluation.leaves()
-        if self.options.keep:
+        if not self.options.keep:
+            evaluation.clear()
+        else:
             evaluation.keep(outputs)
             self._kept.append(evaluation)
             if len(self._kept) > self.options.keep:
-                first = self._kept.popleft()
-                first.clear()
-                first.outputs = None
-        else:
-            evaluation.clear()
+                self._kept.popleft().drop()
         return list(half_step(self, evaluation, norms, len(read), *read, *outputs, *(own if k == 0 else ())))
 
     def _without_graph(self, k: int, read: State, norms: bool) -> State:
-        """f always runs in the caller's grad mode, because it may differentiate, or choose another algorithm without."""
-        self.last = ()
-        given = [x.detach().requires_grad_(torch.is_grad_enabled()) for x in read]
+        """f runs in the caller's grad mode, because it may differentiate, or choose another algorithm without."""
+        self.last, has_grad = (), torch.is_grad_enabled()
+        given = [x.detach().requires_grad_(has_grad) for x in read]
         outputs = self.f(given, k)
-        if torch.is_grad_enabled():
+        if has_grad:
             self.last = given, outputs
         with torch.no_grad():
             return self.advance(k, given, outputs, norms)
@@ -145,12 +144,9 @@ class Iteration:
             for start in (self.y0, self.z0)
         )
 
-    def results(self, y: State, z: State) -> tuple[State, State]:
-        """The states of the last step as the caller gets them."""
-        if not self.has_graph:
-            return y, z
-        k = 2 * self.steps - 2
-        return list(result(self, k, *y)), list(result(self, k + 1, *z))
+    def result_of(self, k: int, state: State) -> State:
+        """The result of half-step k as the caller gets it."""
+        return list(result(self, k, *state)) if self.has_graph else state
 
     def _with_aux(self, before: Any) -> Any:
         """Earlier auxiliary outputs and that of the last evaluation."""
@@ -195,7 +191,7 @@ class Iteration:
         if self._pass is None or number != self._number:
             self._refuse(number)
             if self._pass is not None:
-                self._pass.leave()  # it went to no input of the first evaluation
+                self._pass.evaluation.clear()  # it went to no input of the first evaluation
             half_steps = self.half_steps
             if graph_is_kept() or self.is_running:
                 half_steps = tuple([h.duplicate() for h in each] for each in half_steps)
@@ -211,35 +207,22 @@ class Iteration:
 
     def _refuse(self, number: int) -> None:
         """Raise if there is no backward pass that is that of the forward pass."""
-        if number < self._number:
-            raise RuntimeError(
-                "a backward pass through a solve ran inside another one through the same solve (in a hook?)"
-            )
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "backward of a solve in inference mode, where f has no graph: leave torch.inference_mode()"
-            )
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "revdeq.solve has no second derivative: call backward without create_graph=True, or differentiate an "
-                "unrolled iteration"
-            )
-        if thread.evaluates and self.is_running:
-            raise RuntimeError(
-                "f differentiates through earlier evaluations of its solve: detach what it differentiates"
-            )
-        if not self.half_steps:
-            raise RuntimeError(
-                "Trying to backward through a solve a second time, but its states were used up: call the first "
-                "backward with retain_graph=True"
-            )
-        for x, version in self._constants:
-            if x._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"z0, or a tensor that f uses, of shape {tuple(x.shape)}, was changed between the forward and the "
-                    "backward pass (by an optimizer step?), so the gradient would be that of a different f"
-                )
+        changed = [x for x, version in self._constants if x._version != version]
+        for is_wrong, text in (
+            (number < self._number, "a backward pass through a solve ran inside another one through the same solve"),
+            (torch.is_inference_mode_enabled(), "f has no graph in inference mode: leave torch.inference_mode()"),
+            (torch.is_grad_enabled(), "revdeq.solve has no second derivative: call backward without create_graph=True, "
+             "or differentiate revdeq.baselines.stored_graph"),
+            (thread.evaluates and self.is_running, "f differentiates through earlier evaluations of its solve: detach "
+             "what it differentiates"),
+            (not self.half_steps, "Trying to backward through a solve a second time, but its states were used up: call "
+             "the first backward with retain_graph=True"),
+            (changed, "one of the variables needed for gradient computation has been modified by an inplace operation: "
+             f"z0, or a tensor that f uses, of shape {[tuple(x.shape) for x in changed]}, was changed between the "
+             "forward and the backward pass (by an optimizer step?), so the gradient would be that of another f"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise RuntimeError(text)
 
 
 def graph_is_kept() -> bool:
@@ -278,7 +261,7 @@ class HalfStep(torch.autograd.Function):
         if evaluation.k:
             return *[None] * (4 + size), *seeds
         needs, by_z0, by_y0 = ctx.needs_input_grad[4:], [None] * size, [None] * size
-        if now.has_gradient:
+        if now.adjoints is not None:
             if any((*needs[:size], *needs[2 * size :])):
                 by_z0, by_y0 = now.by_initial()
             if not iteration.half_steps:
@@ -288,8 +271,9 @@ class HalfStep(torch.autograd.Function):
 
 
 class Result(torch.autograd.Function):
-    """The result of half-step k as the caller gets it: here the gradient of a loss enters, apart from that which comes
-    through later evaluations of f, with which it would be rounded to the dtype of z0."""
+    """The result of half-step k as the caller gets it. The gradient of a loss enters here, beside that which comes
+    through later evaluations of f: added to it, it would be rounded to the dtype of z0. The last z needs no such
+    node."""
 
     @staticmethod
     def forward(ctx: Any, iteration: Iteration, k: int, *states: Tensor) -> tuple[Tensor, ...]:
@@ -299,10 +283,7 @@ class Result(torch.autograd.Function):
 
     @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        iteration, k = ctx.iteration, ctx.k
-        iteration.backward_pass().enter(k, grads)
-        if k == 2 * iteration.steps - 1:
-            return None, None, *[None] * len(grads)
+        ctx.iteration.backward_pass().enter(ctx.k, grads)
         return None, None, *(None if g is None else torch.zeros_like(g) for g in grads)  # f may have hooks there
 
 

@@ -1,7 +1,7 @@
 """revdeq.RevDEQ: the reversible equilibrium as a layer."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,43 +9,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from typing_extensions import Unpack
 
-from .check import Statistics
-from .iteration import relative_change
 from .options import NAMES, Exact, Keywords, Options, options_from
-from .solve import Solution, checked_f, is_traced, solve, steps
+from .solve import Solution, checked_f, solve, steps
+from .state import is_traced
 from .tune import Tuning, tune
-
-
-@dataclass(frozen=True)
-class Last:
-    """What the last call of a layer did: the numbers of its `revdeq.Solution`, without a graph.
-
-    Attributes:
-        steps: The number of steps; with per_example=True, a tensor with an entry per example.
-        nfe: The number of evaluations of f in the forward pass.
-        converged: With a tol, whether it was reached; with per_example=True, for each example. None without.
-        state: "float64" or "exact".
-        adjoint: Statistics of the backward pass, once it has run.
-        norms: The squared norms of the last change of z and of z, from which `change` is computed when it is read.
-
-    Example:
-        >>> deq = revdeq.RevDEQ(f, max_steps=40, tol=1e-3)
-        >>> z = deq(x)
-        >>> deq.last.converged
-        True
-    """
-
-    steps: Any
-    nfe: int
-    converged: Any
-    state: str
-    adjoint: Statistics
-    norms: Tensor = field(repr=False)
-
-    @property
-    def change(self) -> Tensor:
-        """The relative change of the last step. Reading it may wait for the device."""
-        return relative_change(self.norms)
 
 
 class RevDEQ(nn.Module):
@@ -58,7 +25,7 @@ class RevDEQ(nn.Module):
         options: The options of `revdeq.solve`, which `revdeq.Options` explains.
 
     Attributes:
-        last: What the last call did, a `revdeq.Last`. None before the first call.
+        last: What the last call did: its `revdeq.Solution` without z, y and aux. None before the first call.
 
     Raises:
         TypeError, ValueError: An option is unknown or invalid.
@@ -71,7 +38,7 @@ class RevDEQ(nn.Module):
     """
 
     f: Callable[..., Any]
-    last: Last | None
+    last: Solution | None
     beta: float
     gamma: float
     max_steps: int
@@ -108,9 +75,8 @@ class RevDEQ(nn.Module):
             z, with the structure of z0; with aux=True, a pair of z and the auxiliary output.
         """
         solution = solve(self.f, _start(x, z0), x, *args, y0=y0, kwargs=kwargs, **self._used(max_steps))
-        if not is_traced(solution.z):  # it would contain a tensor of the tracer
-            s = solution
-            self.last = Last(s.steps, s.nfe, s.converged, s.state, s.adjoint, s.norms)
+        if not is_traced([solution.norms]):  # it would contain a tensor of the tracer
+            self.last = replace(solution, z=None, y=None, aux=None)
         return (solution.z, solution.aux) if self.aux else solution.z
 
     def steps(

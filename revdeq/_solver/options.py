@@ -1,6 +1,5 @@
 """The options of a solve: their names for type checkers and editors, their defaults, and the checks of their values."""
 
-import difflib
 import functools
 import math
 from dataclasses import dataclass, fields
@@ -100,24 +99,25 @@ class Options:
 
     def __post_init__(self) -> None:
         _check_pair(self.beta, self.gamma)
-        is_implicit = self.gradient == "implicit"
+        tol, is_exact = self.tol, self.gradient == "exact"
         for name, holds, must in (
-            ("max_steps", _is_count(self.max_steps, 1), "be an integer of at least 1: a step evaluates f twice"),
-            ("tol", self.tol is None or (_is_number(self.tol) and 0 < self.tol < math.inf), "be positive and finite, or None"),
-            ("indexed", isinstance(self.indexed, bool), "be True or False"),
-            ("per_example", isinstance(self.per_example, bool), "be True or False"),
-            ("per_example", not self.per_example or self.tol is not None, "have a tol, at which an example stops"),
-            ("aux", self.aux in (True, False, "list"), 'be True, False or "list"'),
+            ("max_steps", _is_count(self.max_steps, 1), "an integer of at least 1: a step evaluates f twice"),
+            ("tol", tol is None or (_is_number(tol) and 0 < tol < math.inf), "positive and finite, or None"),
+            ("indexed", isinstance(self.indexed, bool), "True or False"),
+            ("per_example", isinstance(self.per_example, bool), "True or False"),
+            ("per_example", not self.per_example or tol is not None, "False without a tol, at which an example stops"),
+            ("aux", self.aux in (True, False, "list"), 'True, False or "list"'),
             ("state", self.state in ("float64", "exact") or isinstance(self.state, Exact),
-             "be 'float64', 'exact' or revdeq.Exact(fraction_bits=...)"),
-            ("check", self.check in ("warn", "raise", None), "be 'warn', 'raise' or None"),
-            ("gradient", self.gradient in ("exact", "implicit"), "be 'exact' (of the iteration) or 'implicit' (of the fixed point)"),
-            ("keep", _is_count(self.keep, 0), "be an integer of at least 0"),
-            ("keep", not (is_implicit and self.keep), "be 0 with gradient='implicit'"),
-            ("aux", not (is_implicit and self.aux), "be False with gradient='implicit'"),
+             "'float64', 'exact' or revdeq.Exact(fraction_bits=...)"),
+            ("check", self.check in ("warn", "raise", None), "'warn', 'raise' or None"),
+            ("gradient", self.gradient in ("exact", "implicit"), "'exact' (of the iteration) or 'implicit' (of the "
+             "fixed point)"),
+            ("keep", _is_count(self.keep, 0), "an integer of at least 0"),
+            ("keep", is_exact or not self.keep, "0 with gradient='implicit'"),
+            ("aux", is_exact or not self.aux, "False with gradient='implicit'"),
         ):  # fmt: skip
             if not holds:
-                raise ValueError(f"{name} = {getattr(self, name)!r} must {must}")
+                raise ValueError(f"{name} = {getattr(self, name)!r} must be {must}")
 
 
 NAMES = tuple(field.name for field in fields(Options))
@@ -126,14 +126,12 @@ _remembered = functools.lru_cache(256, typed=True)(Options)  # 1 and True are eq
 
 def options_from(keywords: Any) -> Options:
     """Checked options; a set of options that was checked before costs a microsecond."""
+    for name, value in keywords.items():
+        if name not in NAMES:
+            raise TypeError(f"unknown keyword {name} = {value!r}: there are {', '.join(NAMES)}")
     try:
         return _remembered(**keywords)
-    except TypeError:  # a list is not hashable, or a name is wrong
-        for name, value in keywords.items():
-            if name not in NAMES:
-                close = difflib.get_close_matches(name, NAMES, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(NAMES)}"
-                raise TypeError(f"unknown keyword {name} = {value!r}: {hint}") from None
+    except TypeError:  # a list is not hashable
         return Options(**keywords)
 
 
@@ -157,6 +155,6 @@ def _check_pair(beta: Any, gamma: Any) -> None:
             raise ValueError(f"{name} = {value!r} must be in {text}; revdeq.tune finds a good one")
     if beta == 2 or Coefficients.rounded(beta, gamma).a == 0:
         raise ValueError(
-            f"beta = {beta!r} must not be 1 or 2: the backward pass divides by 1 - beta; revdeq.loop repeats f with a beta "
-            "close to 1"
+            f"beta = {beta!r} must not be 1 or 2: the backward pass divides by 1 - beta; revdeq.loop repeats f with a "
+            "beta close to 1"
         )

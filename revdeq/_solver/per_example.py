@@ -54,8 +54,8 @@ class BackwardByExample(BackwardPass):
         show(self._half_steps[k % 2], self._read, rows)
 
     def _undo(self, k: int, products: Gradients) -> State:
-        assert self._adjoints is not None
-        rows, mine = self._stopped_before(k), self._adjoints[1 - k % 2]
+        assert self.adjoints is not None
+        rows, mine = self._stopped_before(k), self.adjoints[1 - k % 2]
         waiting, read = [x[rows] for x in mine], self._read
         with resting(self._half_steps[k % 2] if k > 1 else [], rows):
             seeds = super()._undo(k, products)
@@ -89,12 +89,12 @@ class ByExample(Iteration):
         if not self.half_steps:
             self._begin(outputs)
         half_steps, rows = self.half_steps[k % 2], self.stopped_before(k)
-        before = [h.decoded(torch.float32) for h in half_steps] if norms else []
+        before = [h.decoded(torch.float64) for h in half_steps] if norms else []
         with resting(half_steps, rows):
             copies = super().advance(k, read, outputs, norms=False)
         show(half_steps, copies, rows)
         if norms:
-            after = [h.decoded(torch.float32) for h in half_steps]
+            after = [h.decoded(torch.float64) for h in half_steps]
             moved = [x - old for x, old in zip(after, before, strict=True)]
             self.norms = torch.stack([_squared_norms(moved), _squared_norms(after)])
         return copies
@@ -116,6 +116,4 @@ class ByExample(Iteration):
 
 def _squared_norms(state: State) -> Tensor:
     """Of each example, in float64."""
-    return torch.stack(
-        [x.flatten(1).double().square().sum(1) if x.dim() > 1 else x.double().square() for x in state]
-    ).sum(0)
+    return torch.stack([x.unsqueeze(-1).flatten(1).square().sum(1) for x in state]).sum(0)

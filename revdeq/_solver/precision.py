@@ -1,4 +1,4 @@
-"""The formats of y and z: float64 as in the paper, or integers, without loss. The kernels' half-steps have the states."""
+"""The formats of y and z: float64 as in the paper, or integers, which lose nothing."""
 
 import functools
 import math
@@ -30,13 +30,13 @@ class Float64:
 
     def half_step(self, x: Tensor, like: Tensor) -> Any:
         """The half-steps of a state with this initial value, in the memory layout of `like`."""
-        return self.kind.encoded(in_layout(x, like), self.step)
+        in_layout = x if x.stride() == like.stride() else torch.empty_like(like, dtype=x.dtype).copy_(x)
+        return self.kind.encoded(in_layout, self.step)
 
     def check(self, half_steps: Sequence[list[Any]], steps: int) -> None:
         """Raise if a state has overflowed in these steps."""
 
 
-@dataclass(frozen=True)
 class Integers(Float64):
     """The exact state: integers, with 1 - beta rounded to a fraction."""
 
@@ -64,25 +64,24 @@ class Integers(Float64):
         raise OverflowError(
             f"{what} reached {size:.3g} and overflowed the exact state, whose magnitudes must stay below "
             f"{2.0 ** (31 - self.step.fraction_bits):g} with {self.step.fraction_bits} fraction bits: use fewer "
-            '(state=revdeq.Exact(fraction_bits=...)), state="float64", normalize it, or find a beta that converges with '
-            "revdeq.tune"
+            '(state=revdeq.Exact(fraction_bits=...)), state="float64", normalize it, or find a beta that converges '
+            "with revdeq.tune"
         )
-
-
-def in_layout(x: Tensor, like: Tensor) -> Tensor:
-    """x in the memory layout of another tensor."""
-    return x if x.stride() == like.stride() else torch.empty_like(like, dtype=x.dtype).copy_(x)
 
 
 def precision_for(options: Options, device: torch.device) -> Float64:
     """The format for these options."""
-    state = "float64" if options.state == "float64" else "exact"
-    kind = backend_for(device).states[state]
-    step = coefficients(options.beta, options.gamma, options.state)
-    return Float64(step, kind) if state == "float64" else Integers(step, kind)
+    states = backend_for(device).states
+    if options.state == "float64":
+        return _precision(Float64, states["float64"], options.beta, options.gamma, "float64")
+    return _precision(Integers, states["exact"], options.beta, options.gamma, options.state)
 
 
 @functools.lru_cache(64)
+def _precision(format_: type[Float64], kind: Any, beta: float, gamma: float, state: str | Exact) -> Float64:
+    return format_(coefficients(beta, gamma, state), kind)
+
+
 def coefficients(beta: float, gamma: float, state: str | Exact = "float64") -> Any:
     """The rounded coefficients. A float64 state rounds beta gamma and beta (1 - gamma) to float32, an exact state 1 -
     beta to a fraction."""

@@ -22,7 +22,7 @@ version = attrgetter("_version")
 
 
 class _Thread(threading.local):
-    """evaluates: whether this thread is inside of an evaluation. A solve there is unrolled: its tensors belong to it."""
+    """evaluates: whether this thread is inside of an evaluation, to which all tensors belong: a solve is unrolled."""
 
     evaluates = False
 
@@ -43,25 +43,24 @@ class Repeatable:
         f: Callable[..., Any],
         initial: State,
         spec: TreeSpec,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        indexed: bool,
-        has_aux: bool,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        indexed: bool = False,
+        has_aux: bool = False,
         is_traced: bool = False,
     ) -> None:
-        self.f, self._spec, self.args, self._kwargs = f, spec, args, dict(kwargs)
+        self.f, self._spec, self.args, self._kwargs = f, spec, args, dict(kwargs or {})
         self._indexed, self._has_aux, self.aux = indexed, has_aux, None
         x, self._is_tensor = initial[0], spec.is_leaf()
         self._device, self._is_cuda, self._has_versions = x.device, x.is_cuda, not torch.is_inference_mode_enabled()
         self._usual = (x.dtype, x.shape, x.device, torch.strided) if self._is_tensor and not is_traced else None
-        self.draws, self.differentiates = False, False
-        self._is_new, self._random = not is_traced, []
-        self._kinds = ("cpu",) if x.is_cpu else ("cpu", x.device.type)
-        self._context = self._contexts()
-        self.autocasts = any(enabled for enabled, _, _ in self._context[0])
+        self.draws, self.differentiates, self._is_new = False, False, not is_traced
+        self._random: Sequence[Tensor] = ()
+        self._autocast, self._attention = _autocast(x.device), _attention()
+        self.autocasts = any(enabled for _, _, enabled, _ in self._autocast)
         modules = [module for outer in modules_of(f) for module in outer.modules()]
         self._buffers = [m._buffers for m in modules if m._buffers]
-        self._tensors = [(t, name, x) for m in modules for t in (m._parameters, m._buffers) for name, x in t.items()]
+        self._tensors = [(t, dict(t)) for m in modules for t in (m._parameters, m._buffers) if t]
 
     def __call__(self, read: State, k: int) -> State:
         """Evaluation k."""
@@ -86,9 +85,9 @@ class Repeatable:
                 "f modifies its input in place, which the solver needs afterwards: write z = z.add(x) instead of "
                 "z.add_(x)"
             )
-        if k and type(result) is Tensor and (result.dtype, result.shape, result.device, result.layout) == self._usual:
-            if not result._is_zerotensor():  # the usual case, fast
-                return [result]
+        is_plain = k and type(result) is Tensor and not result._is_zerotensor()
+        if is_plain and (result.dtype, result.shape, result.device, result.layout) == self._usual:
+            return [result]  # the usual case, fast
         return flattened_like(result, read, self._spec)
 
     def _called(self, z: Any) -> Any:
@@ -125,41 +124,43 @@ class Repeatable:
     def as_in_forward(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
         """A context for evaluations in the backward pass, which may run outside of that of the solve: with gradients,
         and with the autocast, the attention and the modules' tensors of the forward pass."""
-        if self.autocasts or self._contexts() != self._context or self._replaced():
+        now = _autocast(self._device), _attention()
+        if self.autocasts or now != (self._autocast, self._attention) or self._replaced():
             return self._restored
         return torch.enable_grad
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        autocast, attention = self._context
         with contextlib.ExitStack() as stack:
             for table, name, x in self._replaced():
                 stack.callback(table.__setitem__, name, table[name])
                 table[name] = x
-            for kind, (enabled, dtype, caches) in zip(self._kinds, autocast, strict=True):
-                stack.enter_context(torch.autocast(kind, dtype, enabled, caches))
-            for (_, write), now, then in zip(ATTENTION, self._contexts()[1], attention, strict=True):
+            for setting in self._autocast:
+                stack.enter_context(torch.autocast(*setting))
+            for (_, write), now, then in zip(ATTENTION, _attention(), self._attention, strict=True):
                 stack.callback(write, now)
                 write(then)
-            stack.callback(
-                torch.clear_autocast_cache
-            )  # inside an outer autocast, it would keep every evaluation's casts
+            stack.callback(torch.clear_autocast_cache)  # an outer autocast would keep every evaluation's casts
             stack.enter_context(torch.enable_grad())
             yield
 
     def _replaced(self) -> list[tuple[dict[str, Any], str, Any]]:
         """The modules' tensors that are others now, as after `torch.func.functional_call`. FSDP exchanges its own."""
-        replaced = [given for given in self._tensors if given[0].get(given[1]) is not given[2]]
+        pairs = [(table, name, x) for table, before in self._tensors for name, x in before.items()]
         return [
-            (t, name, x)
-            for t, name, x in replaced
-            if not hasattr(x, "device_mesh") and not hasattr(t[name], "device_mesh")
+            (table, name, x)
+            for table, name, x in pairs
+            if table.get(name) is not x and not (hasattr(x, "device_mesh") or hasattr(table[name], "device_mesh"))
         ]
 
-    def _contexts(self) -> tuple[list[Any], list[bool]]:
-        caches = torch.is_autocast_cache_enabled()
-        autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), caches) for kind in self._kinds]
-        return autocast, [read() for read, _ in ATTENTION]
+
+def _autocast(device: torch.device) -> list[tuple[str, torch.dtype, bool, bool]]:
+    """The arguments of torch.autocast for what is set now, on the CPU and this device."""
+    caches = torch.is_autocast_cache_enabled()
+    return [
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), caches)
+        for kind in dict.fromkeys(("cpu", device.type))
+    ]
 
 
 _cuda: Any = torch.backends.cuda
@@ -172,8 +173,12 @@ ATTENTION = [
 """The settings of `torch.nn.attention.sdpa_kernel`: each chooses other bits. Their getters and setters."""
 
 
+def _attention() -> list[bool]:
+    return [read() for read, _ in ATTENTION]
+
+
 def generator_states(device: torch.device) -> list[Tensor]:
-    """The states of torch's default generators: the CPU's, the device's, and those of all GPUs that this process uses."""
+    """The states of torch's default generators: the CPU's, the device's, and those of all GPUs in use."""
     return [torch.get_rng_state(), *(module.get_rng_state(gpu) for module, gpu in _gpus(device))]
 
 

@@ -1,6 +1,5 @@
 """revdeq.solve: the fixed point of f by the reversible iteration, with exact gradients in constant memory."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,16 +11,16 @@ from typing_extensions import Unpack
 
 from .check import Check, Statistics, call_site, settle
 from .implicit import with_implicit_gradient
-from .iteration import NORM_FLOOR, Iteration, relative_change
+from .iteration import Iteration, relative_change
 from .options import Keywords, Options, options_from
 from .per_example import ByExample
 from .precision import coefficients, precision_for
-from .repeatable import Repeatable, modules_of, thread
-from .state import State, flattened_state, is_fake, structured
-from .unrolled import refuse_dropout, unrolled
+from .repeatable import Repeatable, thread
+from .state import State, flattened_state, is_traced, structured
+from .unrolled import repeatable, sum_of_squares, unrolled
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Solution:
     """The result of `revdeq.solve`, and of each step of `revdeq.steps`.
 
@@ -43,8 +42,8 @@ class Solution:
         (4, 8, 'float64')
     """
 
-    z: Any
-    y: Any
+    z: Any = field(repr=False)
+    y: Any = field(repr=False)
     steps: Any
     nfe: int
     norms: Tensor = field(repr=False)
@@ -53,7 +52,7 @@ class Solution:
     gamma: float
     state: str
     adjoint: Statistics
-    aux: Any = None
+    aux: Any = field(default=None, repr=False)
 
     @property
     def change(self) -> Tensor:
@@ -117,16 +116,22 @@ def solve(
 
 def _solve(f: Any, z0: Any, args: tuple[Any, ...], y0: Any, kwargs: Any, keywords: Any) -> Solution:
     options = options_from(keywords)
-    if thread.evaluates or is_traced(z0):
-        return _unrolled(f, z0, args, y0, kwargs, options)
-    iteration, z, y, spec = _iteration(f, z0, args, y0, kwargs, options)
-    aux = None
+    z, y, spec = _initial(f, z0, y0)
+    if thread.evaluates or is_traced(z):
+        run, step = repeatable(f, z, spec, args, kwargs, options), coefficients(options.beta, options.gamma)
+        y, z, count, norms = unrolled(run, z, y, step, options)
+        converged = None if options.tol is None else bool(relative_change(norms) <= options.tol)
+        states, pair = (structured(z, spec), structured(y, spec)), (step.beta, step.gamma)
+        return Solution(*states, count, 2 * count, norms, converged, *pair, "float64", Statistics())
+    iteration, aux = _iteration(f, z, y, spec, args, kwargs, options), None
     for y, z, aux in iteration.run(z, y):  # noqa: B007, B020
         pass
-    is_implicit = options.gradient == "implicit" and torch.is_grad_enabled()
-    y, z = with_implicit_gradient(iteration, y, z) if is_implicit else iteration.results(y, z)
+    if options.gradient == "implicit" and torch.is_grad_enabled():
+        y, z = with_implicit_gradient(iteration, y, z)
+    else:
+        y = iteration.result_of(2 * iteration.steps - 2, y)
     if iteration.check is not None and options.tol is not None and iteration.converged is True:
-        iteration.check.judge_gap(_distance(y, z).item(), options.tol)
+        iteration.check.judge_gap(_distance(y, z).item())
     return _solution(iteration, y, z, aux, spec)
 
 
@@ -158,11 +163,12 @@ def steps(
         >>> loss.backward()
     """
     checked = options_from(options)
-    if thread.evaluates or is_traced(z0):
+    z, y, spec = _initial(f, z0, y0)
+    if thread.evaluates or is_traced(z):
         raise ValueError("revdeq.steps does not work in a traced model or inside the f of a solve: use revdeq.solve")
     if checked.gradient == "implicit":
         raise ValueError("gradient = 'implicit' refers to the last step: leave it out of revdeq.steps")
-    iteration, z, y, spec = _iteration(f, z0, args, y0, kwargs, checked)
+    iteration = _iteration(f, z, y, spec, args, kwargs, checked)
     enabled, run = torch.is_grad_enabled(), iteration.run(z, y, stepwise=True)
 
     def every() -> Iterator[Solution]:
@@ -170,28 +176,15 @@ def steps(
             with torch.set_grad_enabled(enabled):
                 if (each := next(run, None)) is None:
                     return
-                y, z, aux = each
-                solution = _solution(iteration, *iteration.results(y, z), aux, spec)
+                (y, z, aux), k = each, 2 * iteration.steps
+                results = iteration.result_of(k - 2, y), iteration.result_of(k - 1, z)
+                solution = _solution(iteration, *results, aux, spec)
             versions = [x._version for x in (*y, *z) if not x.is_inference()]
             yield solution
             if versions != [x._version for x in (*y, *z) if not x.is_inference()]:
                 raise RuntimeError("z or y of a step was modified in place, and the next step needs it: clone it")
 
     return every()
-
-
-def _iteration(
-    f: Any, z0: Any, args: tuple[Any, ...], y0: Any, kwargs: Any, options: Options
-) -> tuple[Iteration, State, State, TreeSpec]:
-    """The iteration for checked arguments, its initial z and y, and their structure."""
-    settle()
-    z, y, spec = _initial(f, z0, y0)
-    device = z[0].device
-    precision = precision_for(options, device)
-    check = Check(options, call_site(), precision.step, precision.name) if options.check is not None else None
-    repeatable = Repeatable(f, z, spec, args, kwargs or {}, options.indexed, bool(options.aux))
-    kind = ByExample if options.per_example else Iteration
-    return kind(repeatable, z, y, precision, options, check), z, y, spec
 
 
 def _initial(f: Any, z0: Any, y0: Any) -> tuple[State, State, TreeSpec]:
@@ -206,6 +199,14 @@ def _initial(f: Any, z0: Any, y0: Any) -> tuple[State, State, TreeSpec]:
     return z, y, spec
 
 
+def _iteration(f: Any, z: State, y: State, spec: TreeSpec, args: Any, kwargs: Any, options: Options) -> Iteration:
+    settle()
+    precision = precision_for(options, z[0].device)
+    check = Check(options, call_site(), precision) if options.check is not None else None
+    run = Repeatable(f, z, spec, args, kwargs, options.indexed, bool(options.aux))
+    return (ByExample if options.per_example else Iteration)(run, z, y, precision, options, check)
+
+
 def _solution(it: Iteration, y: State, z: State, aux: Any, spec: TreeSpec) -> Solution:
     step, known = it.precision.step, (it.precision.name, it.statistics, aux)
     states = structured(z, spec), structured(y, spec)
@@ -213,11 +214,8 @@ def _solution(it: Iteration, y: State, z: State, aux: Any, spec: TreeSpec) -> So
 
 
 def _distance(y: State, z: State) -> Tensor:
-    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(y, z, strict=True)]
-    apart, size = (
-        torch.stack([x.norm() for x in xs]).norm() for xs in ([a - b for a, b in pairs], [b for _, b in pairs])
-    )
-    return apart / (size + NORM_FLOOR)
+    apart = [a.detach().double() - b.detach().double() for a, b in zip(y, z, strict=True)]
+    return relative_change(torch.stack([sum_of_squares(apart), sum_of_squares([x.detach() for x in z])]))
 
 
 def checked_f(f: Any) -> Callable[..., Any]:
@@ -226,39 +224,6 @@ def checked_f(f: Any) -> Callable[..., Any]:
     if isinstance(f, type) and issubclass(f, nn.Module):
         raise TypeError(f"f is the class {f.__name__}: create an instance, {f.__name__}(...)")
     return f
-
-
-# Tracers, compilers, and the f of another solve
-
-
-def _unrolled(f: Any, z0: Any, args: Any, y0: Any, kwargs: Any, options: Options) -> Solution:
-    """In plain operations: a tracer cannot record our kernels, and the f of another solve must be plain operations."""
-    traced = not thread.evaluates
-    is_implicit = options.gradient == "implicit" and "implicit"
-    for name, value in (("per_example", options.per_example), ("aux", options.aux), ("gradient", is_implicit),
-                        ("tol", traced and options.tol)):  # fmt: skip
-        if value:
-            raise ValueError(f"{name} = {value!r} does not work in a traced model or inside the f of a solve")
-    if traced:
-        refuse_dropout(modules_of(f))
-    z, y, spec = _initial(f, z0, y0)
-    run = Repeatable(f, z, spec, args, kwargs or {}, options.indexed, has_aux=False, is_traced=traced)
-    step = coefficients(options.beta, options.gamma)
-    y, z, norms, count = unrolled(run, z, y, step, options.max_steps, options.tol)
-    converged = None if options.tol is None else bool(relative_change(norms) <= options.tol)
-    states = structured(z, spec), structured(y, spec)
-    return Solution(*states, count, 2 * count, norms, converged, step.beta, step.gamma, "float64", Statistics())
-
-
-def is_traced(state: Any) -> bool:
-    """Whether operations are being recorded, by torch.export, torch.jit.trace, make_fx or an exporter based on them,
-    which would miss our kernels."""
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
-        return True
-    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    if proxies is not None and proxies.get_proxy_mode() is not None:
-        return True
-    return any(map(is_fake, [state] if isinstance(state, Tensor) else tree_leaves(state)))
 
 
 def _break_the_graph() -> None:

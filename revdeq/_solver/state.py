@@ -1,5 +1,6 @@
 """States: a tensor, or a nested tuple, list, dict or dataclass of tensors, flattened to a list."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -66,6 +67,15 @@ def structured(state: Sequence[Tensor], spec: TreeSpec) -> Any:
     return state[0] if spec.is_leaf() else tree_unflatten(state, spec)
 
 
+def is_traced(state: State) -> bool:
+    """Whether operations are being recorded, by torch.export, torch.jit.trace, make_fx or an exporter based on them,
+    which would miss our kernels."""
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
+        return True
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return (proxies is not None and proxies.get_proxy_mode() is not None) or any(map(is_fake, state))
+
+
 def is_fake(x: Any) -> bool:
     """Whether it is a tensor without numbers, of torch.export or another tracer."""
     return hasattr(x, "fake_mode")
@@ -80,7 +90,7 @@ def has_memory(x: Tensor) -> bool:
 
 
 def dense(g: Tensor | None, like: Tensor) -> Tensor:
-    """A gradient as kernels can read it: it is None if f does not depend on a part of the state, and some are sparse."""
+    """A gradient as kernels can read it. Some are sparse, and it is None if f does not use a part of the state."""
     if g is None or g._is_zerotensor():
         return torch.zeros_like(like)
     if g.layout is not torch.strided:
@@ -105,7 +115,7 @@ def _problem(x: Tensor) -> str | None:
         return "a dual tensor, but a solve has no forward-mode derivative: use reverse mode"
     if not has_memory(x):
         return (
-            f"a {type(x).__name__} without memory of its own, which wraps other tensors (of torch.func, for example): it "
-            "must be a plain tensor; call solve outside of torch.func, with autograd and a batch"
+            f"a {type(x).__name__} without memory of its own, which wraps other tensors (of torch.func, for example): "
+            "it must be a plain tensor; call solve outside of torch.func, with autograd and a batch"
         )
     return None

@@ -66,6 +66,6 @@ def load(run: str | Path, device: str | torch.device = "cpu", **changes: Any) ->
         >>> model(torch.randint(2, (1, 1, 100)).float()).shape  # a string of 100 bits
         torch.Size([1, 100, 2])
     """
-    from ..training.checkpoint import loaded  # needs the extra 'train'
+    from ..training.checkpoint import model_of  # needs the extra 'train'
 
-    return loaded(Path(run), changes, device)
+    return model_of(Path(run), changes).to(device)

@@ -1,6 +1,6 @@
 """Checkpoints: tensors and plain values, written atomically, and loaded without executing code."""
 
-import dataclasses
+import inspect
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +15,8 @@ from .data import DataSet
 from .presets import Preset, SettingError, Training
 
 FORMAT = "revdeq 2"
-OF_EVALUATION = {"batch", "autocast", "evaluation_batches"}
-"""The fields of `Training` that an evaluation uses."""
+OF_TRAINING = {*inspect.signature(Training).parameters} - {"batch", "autocast", "evaluation_batches"}
+"""The settings that make no difference to a trained model."""
 LENGTH = ("epochs", "updates")
 """The settings that may change when a run is resumed."""
 
@@ -103,33 +103,29 @@ def restored(
         40
     """
     saved = load(run)
-    preset = changed(saved, changes or {}, OF_EVALUATION)
+    preset = changed(saved, changes or {})
     dataset = data.load(preset.data, folder or (saved["folder"] and Path(saved["folder"])), preset.settings)
     dataset.to(torch.device(device))
-    model = built(run, saved, preset, changes or {}, dataset.shapes)
+    model = with_weights(saved, preset.build(**dataset.shapes), changes or {})
     return Trained(preset, dataset, model.to(device), saved["update"])
 
 
-def loaded(run: Path, changes: Mapping[str, Any], device: torch.device | str) -> nn.Module:
-    """The same without the data."""
+def model_of(run: Path, changes: Mapping[str, Any]) -> nn.Module:
+    """The model of `restored`, without reading the data."""
     saved = load(run)
-    return built(run, saved, changed(saved, changes), changes, saved["shapes"]).to(device)
+    return with_weights(saved, changed(saved, changes).build(**saved["shapes"]), changes)
 
 
-def changed(saved: Mapping[str, Any], changes: Mapping[str, Any], still_used: set[str] | None = None) -> Preset:
-    of_training = {field.name for field in dataclasses.fields(Training)} - (still_used or set())
-    for name in of_training & changes.keys():
+def changed(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> Preset:
+    for name in OF_TRAINING & changes.keys():
         raise SettingError(f"{name}={changes[name]!r}: it applies to training, and this model is trained; leave it out")
     return preset_of(saved).changed(changes)
 
 
-def built(
-    run: Path, saved: Mapping[str, Any], preset: Preset, changes: Mapping[str, Any], shapes: Mapping[str, Any]
-) -> nn.Module:
-    model = preset.build(**shapes)
+def with_weights(saved: Mapping[str, Any], model: nn.Module, changes: Mapping[str, Any]) -> nn.Module:
     try:
         model.load_state_dict(saved["model"])
     except RuntimeError as error:
         doubt = ", ".join(f"{name}={value!r}" for name, value in changes.items()) or "this data"
-        raise CheckpointError(f"the weights of {run} do not fit {doubt}: leave it out, or train again") from error
+        raise CheckpointError(f"the weights of this run do not fit {doubt}: leave it out, or train again") from error
     return model.eval()

@@ -20,11 +20,8 @@ class Processes:
     def __init__(self, device: str | None = None) -> None:
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.device = checked_device(device) if device else _device.best()
+        self.is_first = self.rank == 0
         _device.make_current(self.device)
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
@@ -40,15 +37,6 @@ class Processes:
         finally:
             gc.collect()  # a DDP model is a reference cycle that includes the group
             dist.destroy_process_group()
-
-    @contextlib.contextmanager
-    def first_alone(self) -> Iterator[None]:
-        """Context manager: the first process runs first, so that others find its files."""
-        if self.size > 1 and not self.is_first:
-            dist.barrier()
-        yield
-        if self.size > 1 and self.is_first:
-            dist.barrier()
 
     def parallel(self, model: nn.Module) -> nn.Module:
         """The model on the device of this process, whose gradients are averaged over all."""
@@ -74,12 +62,8 @@ class Processes:
 
 
 def checked_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise SettingError(f"--device {name}: it must be a device such as cpu, cuda or cuda:1") from None
-    if device.type in _device.GPUS and device.index is None:
-        device = _device.of_this_process(device.type)
-    if device not in (there := _device.devices()) and device.type != "cpu":
-        raise SettingError(f"--device {name}: this machine has {', '.join(map(str, there))}")
-    return device
+    found = str(_device.of_this_process(name)) if name in _device.GPUS else name
+    there = {*map(str, _device.devices()), "cpu"}
+    if found not in there:
+        raise SettingError(f"--device {name}: this machine has {', '.join(sorted(there))}")
+    return torch.device(found)

@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -46,12 +47,15 @@ def test_an_unknown_backend_is_an_error(monkeypatch):
 
 
 def test_a_missing_c_kernel_warns_once_or_is_an_error_if_it_is_forced(monkeypatch):
-    monkeypatch.setattr(cpu, "library", None)
-    for trouble, why, remedy in (
-        ("", "was not built", "install a C compiler"),
-        ("no symbol", r"cannot be loaded \(no symbol\)", "reinstall revdeq"),
-        ("libgomp.so.1: No such file", r"\(libgomp.so.1: No such file\)", "libgomp1"),
+    for problem, why, remedy in (
+        (None, "was not built", "install a C compiler"),
+        (OSError("no symbol"), r"cannot be loaded \(no symbol\)", "reinstall revdeq"),
+        (OSError("libgomp.so.1: No such file"), r"\(libgomp.so.1: No such file\)", "libgomp1"),
     ):
+        with monkeypatch.context() as patch:
+            patch.setattr("importlib.util.find_spec", mock.Mock(return_value=None, side_effect=problem))
+            library, trouble = cpu.found()
+        monkeypatch.setattr(cpu, "library", library)
         monkeypatch.setattr(cpu, "trouble", trouble)
         with pytest.warns(RuntimeWarning, match=f"{why}, so PyTorch's own operations run instead.*{remedy}") as told:
             solve()
@@ -138,7 +142,7 @@ def test_a_gpu_that_triton_does_not_know_is_reported(monkeypatch, a_gpu):
         raise RuntimeError("ptxas fatal: Value 'sm_999' is not defined for option 'gpu-name'")
 
     monkeypatch.setattr("triton.compiler.compile", fail)
-    assert "sm_999" in backends.TRITON.trouble_on(CUDA).why
+    assert "sm_999" in backends.TRITON.trouble_on(CUDA)[0]
 
 
 def test_the_check_loads_a_kernel_without_launching_it(a_gpu):
@@ -200,9 +204,8 @@ def test_on_intels_gpus_bits_are_compared_before_the_kernels_are_used(monkeypatc
     assert [str(x.message).partition(",")[0] for x in told] == (
         ["Triton's kernels compute other bits than PyTorch on this GPU"] if contracts else []
     )
-    assert compared == [XPU] * 4  # two states in two backends, once
     backends.backend_for(CUDA)
-    assert len(compared) == 4
+    assert compared == [XPU] * (2 if contracts else 4)  # once, by two backends, and with the same bits both states
 
 
 def test_the_reference_divides_on_every_device():

@@ -195,7 +195,7 @@ def test_verify_reports_rounding_and_where_it_began():
 
 
 @pytest.mark.cpu
-def test_verify_reports_a_nondeterministic_function_and_counts_elements():
+def test_verify_reports_a_nondeterministic_function():
     linear, generator = nn.Linear(50, 50), torch.Generator().manual_seed(0)
 
     def noisy(z):
@@ -204,8 +204,8 @@ def test_verify_reports_a_nondeterministic_function_and_counts_elements():
         return torch.tanh(linear(z)) + noise
 
     report = revdeq.verify(noisy, torch.randn(4, 50), max_steps=4)
-    assert report.changed_output[8] == 12
-    assert str(report).startswith("your f is not deterministic: evaluation 8 differs in 12 elements")
+    assert report.changed_output[0] == 8
+    assert str(report).startswith("your f is not deterministic: evaluation 8 differs when it is repeated")
 
 
 def test_verify_takes_the_arguments_of_solve():
@@ -220,11 +220,3 @@ def test_verify_takes_the_arguments_of_solve():
         revdeq.verify(torch.cos, torch.zeros(3), gradient="implicit")
     with pytest.raises(TypeError, match="f = None must be callable"):
         revdeq.verify(None, torch.ones(3))
-
-
-@pytest.mark.cpu
-def test_verify_reports_the_growth():
-    calm = revdeq.verify(lambda z: 0.5 * torch.tanh(z), torch.randn(3, 6))
-    wild = revdeq.verify(expanding, torch.randn(3, 6), beta=0.8)
-    assert calm.growth < 1 and "multiplied by" in str(calm) and "gamma" not in str(calm)
-    assert wild.growth > 1000 and "gamma" in str(wild)

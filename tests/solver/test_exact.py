@@ -1,7 +1,5 @@
 """The integer state: every half-step is inverted to the last bit, so every gradient is exact."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -37,8 +35,7 @@ def blocks():
     ("name", "beta", "max_steps"),
     [
         *(("mlp", beta, 13) for beta in BETAS),
-        *itertools.product(["mlp"], [0.5, 0.95], [1, 64]),
-        *itertools.product(["conv", "transformer"], [0.5, 0.8, 1.2], [13]),
+        *(("mlp", 0.5, 64), ("mlp", 0.95, 1), ("conv", 0.8, 13), ("conv", 1.2, 13), ("transformer", 0.5, 13)),
     ],
 )
 def test_the_backward_pass_computes_what_the_forward_pass_computed(name, beta, max_steps):
@@ -51,17 +48,6 @@ def test_the_backward_pass_computes_what_the_forward_pass_computed(name, beta, m
 def gradients(f, x, weight, **settings):
     z = revdeq.solve(f, torch.zeros_like(x), x, **settings).z
     return z, torch.autograd.grad(z, [x, *f.parameters()], weight)
-
-
-@pytest.mark.parametrize(("beta", "max_steps"), [(0.5, 64), (0.8, 8), (0.9, 16)])
-def test_the_gradient_equals_that_of_kept_graphs_bit_for_bit(beta, max_steps):
-    f, x = blocks()["conv"]
-    x.requires_grad_()
-    weight = torch.randn_like(x)
-    settings = {"beta": beta, "max_steps": max_steps, "state": "exact", "check": "raise"}
-    _, ours = gradients(f, x, weight, **settings)
-    _, expected = gradients(f, x, weight, keep=2 * max_steps, **settings)
-    assert all(map(torch.equal, ours, expected))
 
 
 @pytest.mark.cpu
@@ -98,19 +84,6 @@ def test_tolerance_nested_states_and_dtypes():
     assert weight.grad.isfinite()
 
 
-def test_every_backend_gives_the_same_solution_and_gradient(backend):
-    f, x = blocks()["conv"]
-    x.requires_grad_()
-    weight = torch.randn_like(x)
-    settings = {"beta": 0.8, "max_steps": 8, "state": "exact", "tol": 1e-9}
-    with revdeq.kernels.backend("reference"):
-        expected_z, expected = gradients(f, x, weight, **settings)
-    with revdeq.kernels.backend(backend):
-        z, ours = gradients(f, x, weight, **settings)
-    assert torch.equal(z, expected_z)
-    assert all(map(torch.equal, ours, expected))
-
-
 def test_no_float64_tensor_is_made(monkeypatch):
     class NoFloat64(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -137,6 +110,9 @@ def test_beta_is_rounded_to_the_nearest_fraction():
 def test_overflow_errors_name_the_limit_and_the_remedy():
     with pytest.raises(OverflowError, match=r"150.*below 128 .*revdeq.Exact\(fraction_bits="):
         revdeq.solve(lambda z: z * 0 + torch.where(z.abs() > 50, 150.0, 100.0), torch.zeros(3), state="exact")
+    for beta, f in ((0.5, 128), (1.5, 100)):  # f is just too large; only the state is too large
+        with pytest.raises(OverflowError, match=f"reached {f} and"):
+            revdeq.solve(lambda z, f=f: torch.full_like(z, f), torch.zeros(3), state="exact", beta=beta)
     roomy = revdeq.solve(lambda z: z * 0 + 150.0, torch.zeros(3), state=revdeq.Exact(fraction_bits=22))
     torch.testing.assert_close(roomy.z, torch.full((3,), 150.0), rtol=0.01, atol=0)
     with pytest.raises(OverflowError, match=r"z0 .*500.*revdeq.Exact\(fraction_bits="):
@@ -145,10 +121,10 @@ def test_overflow_errors_name_the_limit_and_the_remedy():
         revdeq.solve(lambda z: z / 0, torch.zeros(3), state="exact")
 
 
-def test_bad_fraction_bits():
-    for bits in (0, 41, 2.5, "24"):
-        with pytest.raises(ValueError, match="fraction_bits = .* must be an integer from 1 to 40"):
-            revdeq.Exact(fraction_bits=bits)
+@pytest.mark.parametrize("bits", [0, 41, 2.5, "24"])
+def test_bad_fraction_bits(bits):
+    with pytest.raises(ValueError, match="fraction_bits = .* must be an integer from 1 to 40"):
+        revdeq.Exact(fraction_bits=bits)
 
 
 @pytest.mark.parametrize("bits", [12, 32, 40])
@@ -160,11 +136,3 @@ def test_small_states_are_exact_with_more_fraction_bits(bits):
         lambda z, x: size * torch.tanh(f(z / size) + x), torch.zeros(4, 6), x, max_steps=20, state=revdeq.Exact(bits)
     )
     assert report.exact, str(report)
-
-
-def test_at_the_size_of_the_image_model_of_the_paper():
-    """C = 64, width 2, 32x32, beta .8, N = 8, where float64 is 3e-4 off."""
-    torch.manual_seed(0)
-    f, x = ConvBlock(64, width=2), torch.randn(4, 64, 32, 32)
-    assert revdeq.verify(f, torch.zeros_like(x), x, beta=0.8, max_steps=8, state="exact").exact
-    assert not revdeq.verify(f, torch.zeros_like(x), x, beta=0.8, max_steps=8, state="float64").exact

@@ -1,10 +1,9 @@
 """Random combinations of shapes, layouts, dtypes, structures and options, compared with the unrolled iteration."""
 
-import ctypes
-
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plain import float32, iterate
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -59,7 +58,7 @@ def function(weight, f_dtype, f_transposes):
 
 
 def unrolled(f, z0, x, beta, max_steps):
-    beta = ctypes.c_float(beta).value
+    beta = float32(beta)
     leaves, spec = tree_flatten(z0)
     like = None  # f's first outputs, in whose layout it reads all but z0: a mean has other bits in another
 
@@ -126,44 +125,24 @@ def test_any_state_any_dtype_any_layout(z0, beta, max_steps, f_dtype, f_transpos
         assert (g.double() - e.double()).abs().max().item() <= 8 * max_steps * narrowest * scale if g.numel() else True
 
 
-class Options(nn.Module):
-    """f with everything that an option may ask of it."""
+class Everything(nn.Module):
+    """f with all that an option may ask of it."""
 
-    def __init__(self, options, drops):
+    def __init__(self, drops, aux):
         super().__init__()
         self.linear, self.norm, self.drop = nn.Linear(D, D), nn.LayerNorm(D), nn.Dropout(0.3 if drops else 0.0)
-        self.biases = nn.Parameter(0.1 * torch.randn(5, D))
-        self.options = options
+        self.biases, self.aux = nn.Parameter(0.1 * torch.randn(5, D)), aux
 
     def forward(self, z, x, evaluation=0):
         u, v = z
         h = torch.tanh(0.5 * self.linear(u) + x + 0.1 * v + self.biases[evaluation % 5])
         h = self.drop(0.6 * self.norm(h))
         out = h, 0.5 * torch.sin(u + h)
-        return (out, {"mean": h.mean()}) if self.options.get("aux") else out
-
-
-def iterate(f, z0, y0, x, steps, ends):
-    """The states after every step, and the auxiliary outputs, by plain autograd. Example i takes ends[i] half-steps."""
-    beta, gamma = f.options["beta"], f.options["gamma"]
-    y, z, rows, auxes = list(y0), list(z0), [], []
-    for k in range(2 * steps):
-        state, other = (y, z) if k % 2 == 0 else (z, y)
-        torch.manual_seed(7)
-        out = f(tuple(t.clone() for t in other), x, **({"evaluation": k} if f.options.get("indexed") else {}))
-        if f.options.get("aux"):
-            out, aux = out
-            auxes.append(aux["mean"])
-        mixed = [(1 - gamma) * r + gamma * o for r, o in zip(other, out, strict=True)]
-        moved = [(1 - beta) * s + beta * m for s, m in zip(state, mixed, strict=True)]
-        state = [torch.where((ends > k).view(-1, 1), m, s) for m, s in zip(moved, state, strict=True)]
-        y, z = (state, z) if k % 2 == 0 else (y, state)
-        rows += [(y, z)] if k % 2 else []
-    return rows, auxes
+        return (out, {"mean": h.mean()}) if self.aux else out
 
 
 D = 6
-BETAS, GAMMAS = (0.25, 0.5, 0.75, 1.25), (0.5, 1.0, 1.5)  # and their products, numbers of float32
+BETAS, GAMMAS = (0.25, 0.5, 0.75, 1.25), (0.5, 1.0, 1.5)
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -175,44 +154,51 @@ def test_any_combination_of_options(draw):
         return draw.draw(st.sampled_from(values))
 
     torch.manual_seed(choose(*range(20)))
-    options = {"beta": choose(*BETAS), "gamma": choose(*GAMMAS), "max_steps": choose(1, 2, 3, 5), "check": None}
-    options |= {"indexed": choose(False, True), "aux": choose(False, True, "list"), "keep": choose(0, 1, 3)}
-    options |= choose({}, {"tol": 0.1, "max_steps": 8}, {"tol": 0.1, "max_steps": 8, "per_example": True})
-    by_steps = choose(False, True)
-    f = Options(options, drops=choose(False, True)).double()
+    given = {"beta": choose(*BETAS), "gamma": choose(*GAMMAS), "indexed": choose(False, True)}
+    options = {"aux": choose(False, True, "list"), "keep": choose(0, 1, 3), "check": None}
+    options |= choose(
+        *({"max_steps": n} for n in (1, 2, 3, 5)),
+        *({"tol": 0.1, "max_steps": 8, "per_example": p} for p in (False, True)),
+    )
+    by_steps, aux = choose(False, True), options["aux"]
+    f = Everything(choose(False, True), aux).double()
 
     def state():
         return tuple(torch.randn(3, D, dtype=torch.float64).requires_grad_(choose(False, True)) for _ in range(2))
 
-    z0, x = state(), torch.randn(3, D, dtype=torch.float64, requires_grad=True)
-    y0 = choose(None, state())
+    z0, x, y0 = state(), torch.randn(3, D, dtype=torch.float64, requires_grad=True), choose(None, state())
     torch.manual_seed(7)
-    if by_steps:
-        solutions = list(revdeq.steps(f, z0, x, y0=y0, **options))
-    else:
-        solutions = [revdeq.solve(f, z0, x, y0=y0, **options)]
+    found = (
+        revdeq.steps(f, z0, x, y0=y0, **given, **options)
+        if by_steps
+        else [revdeq.solve(f, z0, x, y0=y0, **given, **options)]
+    )
+    solutions = list(found)
     taken = solutions[-1].steps
-    ends = 2 * taken if options.get("per_example") else torch.full((3,), 2 * taken)
-    steps = int(ends.max()) // 2
-    known, auxes = iterate(f, z0, z0 if y0 is None else y0, x, steps, ends)
+    stops = taken if options.get("per_example") else torch.full((3,), taken)
+    torch.manual_seed(7)
+    rows = iterate(f, z0, x, y0=y0, max_steps=int(stops.max()), stops=stops, aux=bool(aux), **given)
 
-    def loss(states, auxes):
-        weighted = [(i + 1) * t.sin().sum() for i, t in enumerate(t for pair in states for xs in pair for t in xs)]
-        return sum(weighted) + sum((i + 1) * aux for i, aux in enumerate(auxes))
+    def loss(rows, auxes):
+        weighted = [
+            (i + 1) * t.sin().sum() for i, t in enumerate(t for row in rows for xs in (row.y, row.z) for t in xs)
+        ]
+        return sum(weighted) + sum((i + 1) * each["mean"] for i, each in enumerate(auxes))
 
-    ours = [
-        aux["mean"] for s in solutions for aux in tree_flatten(s.aux, is_leaf=lambda x: isinstance(x, dict))[0] if aux
-    ]
-    if options["aux"] is True:
-        auxes = [sum(auxes[2 * i : 2 * i + 2]) for i in range(steps)] if by_steps else [sum(auxes)]
+    def summed(auxes):
+        return [{"mean": sum(each["mean"] for each in auxes)}] if aux is True else auxes if aux else []
+
+    ours = loss(solutions, [each for s in solutions if aux for each in (s.aux if aux == "list" else [s.aux])])
+    if by_steps:
+        expected = loss(rows, [each for row in rows for each in summed(row.aux)])
+    else:
+        expected = loss(rows[-1:], summed([each for row in rows for each in row.aux]))
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
     inputs = [t for t in (x, *f.parameters(), *z0, *(y0 or ())) if t.requires_grad]
-    mine = loss([(s.y, s.z) for s in solutions], ours)
-    expected = loss(known if by_steps else known[-1:], auxes)
-    torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-9)
     again = choose(False, True)
-    found = [torch.autograd.grad(mine, inputs, allow_unused=True, retain_graph=again)]
+    found = [torch.autograd.grad(ours, inputs, allow_unused=True, retain_graph=again)]
     if again:
-        found.append(torch.autograd.grad(mine, inputs, allow_unused=True))
+        found.append(torch.autograd.grad(ours, inputs, allow_unused=True))
     grads = torch.autograd.grad(expected, inputs, allow_unused=True)
     scale = max(1.0, *(g.abs().max().item() for g in grads if g is not None))
     for g, e in ((g, e) for each in found for g, e in zip(each, grads, strict=True)):

@@ -1,12 +1,8 @@
-import os
-
 import pytest
 import torch
 from sample_data import write_cifar, write_encoding, write_wikitext
 
 from revdeq.training import record
-
-REAL = os.environ.get("REVDEQ_DATA")
 
 
 @pytest.fixture(scope="session")

@@ -44,14 +44,6 @@ def test_other_seeds_and_budgets_have_the_learning_rate_that_was_best():
     assert not list(evidence.tasks(["image"], "ResNet", 3, None, rows + done(later)))
 
 
-def test_among_rates_with_equally_many_seeds_the_mean_decides(tmp_path):
-    tasks = [evidence.Task("maze", "exact gradient, N = 12", lr, seed, 2000) for lr in (3e-3, 6e-3) for seed in (0, 1)]
-    better = {tasks[0]: 0.9, tasks[1]: 0.1, tasks[2]: 0.7, tasks[3]: 0.7}
-    evidence.append(tmp_path / "runs.csv", done(tasks, better.get))
-    (group,) = evidence.Rows(tmp_path).best("maze").values()
-    assert [row["lr"] for row in group] == ["0.006", "0.006"]
-
-
 @pytest.mark.parametrize("change", [{"label": "reversible, 7 evaluations"}, {"command": "python -m revdeq train"}])
 def test_stale_rows_are_refused(change, tmp_path):
     rows = done([evidence.Task("image", "ResNet, the same channels", 3e-3, 0, 312)])

@@ -20,15 +20,9 @@ RECORD = 1 + 3 * SIDE * SIDE
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 FILES = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
-PLACES = ("", "cifar-10-batches-bin", "cifar-10-binary.tar.gz")
-SOURCES = (
-    Source(
-        "cifar-10-binary.tar.gz",
-        "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-        "md5",
-        "c32a1d4ab5d03f1284b67883e8d87530",
-    ),
-)
+PACKED = "cifar-10-binary.tar.gz"
+PLACES = ("", "cifar-10-batches-bin", PACKED)
+SOURCES = (Source(PACKED, f"https://www.cs.toronto.edu/~kriz/{PACKED}", "md5", "c32a1d4ab5d03f1284b67883e8d87530"),)
 
 
 class Cifar10(DataSet):

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .files import DataError
+
 
 class Metric(NamedTuple):
     """of: the metric, given the mean loss and the share of examples that are right in every target."""
@@ -62,3 +64,9 @@ class DataSet:
     def evaluation(self, split: str, batch: int) -> Iterator[Batch]:
         """The batches of a split."""
         raise NotImplementedError
+
+
+def checked(name: str, value: Any, least: int = 1) -> int:
+    if type(value) is not int or value < least:
+        raise DataError(f"{name}={value!r}: it must be an integer of at least {least}")
+    return value

@@ -1,7 +1,5 @@
 """GPT-2's byte-pair encoding, from the file of its merges."""
 
-import os
-import re
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +10,9 @@ from .files import DataError, Source, find
 PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 END_OF_TEXT = "<|endoftext|>"
 FILE = "vocab.bpe"
-SOURCES = (
-    Source(
-        f"gpt2/{FILE}",
-        f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{FILE}",
-        "sha256",
-        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    ),
-)
+URL = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{FILE}"
+SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+SOURCES = (Source(f"gpt2/{FILE}", URL, "sha256", SHA256),)
 
 
 def load(folder: Path) -> tuple[Path, tiktoken.Encoding]:
@@ -35,18 +28,12 @@ def load(folder: Path) -> tuple[Path, tiktoken.Encoding]:
             first, second = line.split()
             tokens.append(bytes(bytes_[character] for character in first + second))
     except (KeyError, ValueError) as error:
-        raise DataError(f"{file} is not GPT-2's, whose sha256 is {SOURCES[0].checksum}: download it again") from error
+        raise DataError(f"{file} is not GPT-2's, whose sha256 is {SHA256}: download it again") from error
     ranks = {token: rank for rank, token in enumerate(tokens)}
     special = {END_OF_TEXT: len(ranks)}
     return file, tiktoken.Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
 
 
 def encode(text: str, encoding: tiktoken.Encoding) -> np.ndarray:
-    """The tokens of a text, as uint16."""
-    parts = encoding.encode_ordinary_batch(chunks(text), num_threads=os.cpu_count() or 1)
-    return np.concatenate([np.array(part, np.uint16) for part in parts])
-
-
-def chunks(text: str, size: int = 1 << 20) -> list[str]:
-    """Split a text between words: no token contains the end of a word and the space after it."""
-    return re.findall(rf"(?s).{{{size}}}.*?\S(?= )|.+", text)
+    """The tokens of a text, in which the end of a text is ordinary text, too."""
+    return encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)

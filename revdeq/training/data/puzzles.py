@@ -5,14 +5,12 @@ A model that is trained on small ones can be evaluated on larger ones: `--set bi
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dataset import SOLVED, Batch, DataSet
-from .files import DataError
+from .dataset import SOLVED, Batch, DataSet, checked
 
 EVALUATED = 500
 """Puzzles per split. In training, their number is unlimited."""
@@ -48,7 +46,7 @@ class PrefixSums(Puzzles):
     unit = "bits"
 
     def __init__(self, bits: int = 16) -> None:
-        self.bits = checked("bits", bits)
+        self.bits = checked("bits", bits, least=2)
         self.shapes = {"features": 1, "dimensions": 1}
 
     def made(self, count: int, generator: torch.Generator, training: bool = False) -> tuple[Tensor, Tensor]:
@@ -71,7 +69,7 @@ class Mazes(Puzzles):
     unit = "pixels"
 
     def __init__(self, cells: int = 4, longest_of: int = 1) -> None:
-        self.cells, self.longest_of = checked("cells", cells), checked("longest_of", longest_of, least=1)
+        self.cells, self.longest_of = checked("cells", cells, least=2), checked("longest_of", longest_of)
         self.shapes = {"features": 3, "dimensions": 2}
 
     def made(self, count: int, generator: torch.Generator, training: bool = False) -> tuple[Tensor, Tensor]:
@@ -119,9 +117,3 @@ def path(free: Tensor, ends: Tensor) -> Tensor:
         if not dead.any():
             return left
         left[dead] = 0
-
-
-def checked(name: str, value: Any, least: int = 2) -> int:
-    if type(value) is not int or value < least:
-        raise DataError(f"{name}={value!r}: it must be an integer of at least {least}")
-    return value

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..._atomic import replacing
 from . import encoding
-from .dataset import PERPLEXITY, Batch, DataSet
+from .dataset import PERPLEXITY, Batch, DataSet, checked
 from .files import DataError, Source, find, read, stored
 
 SPLITS = ("train", "valid", "test")
@@ -46,12 +46,10 @@ class WikiText(DataSet):
     unit, metric = "tokens", PERPLEXITY
 
     def __init__(self, name: str, folder: Path, length: int = 512, vocabulary: str | int = "full") -> None:
-        if type(length) is not int or length < 1:
-            raise DataError(f"length={length!r}: it must be an integer of at least 1")
         places = ("", name, f"{name}-v1", f"{name}.zip", f"{name}-v1.zip")
         self.source = find(folder, places, "wiki.train.tokens", SOURCES[name][:1])
         self.merges, self.encoding = encoding.load(folder)
-        self.length = length
+        self.length = checked("length", length)
         self.tokens = {split: self._tokens(f"wiki.{split}.tokens") for split in SPLITS}
         if short := [split for split, found in self.tokens.items() if len(found) < 2 * length]:
             raise DataError(f"length={length}: {self.source} has too few tokens in {short[0]}; set a smaller length")
