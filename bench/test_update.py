@@ -217,7 +217,7 @@ def table(results, sizes=(), beside=BESIDE):
     for direction in DIRECTIONS:
         title = f"half-step, {direction}, float32"
         fused = [1e6 * results.median(title, "fused", n, "seconds") for n in sizes]
-        rows.append([f"{direction}: fused, microseconds", *(f"{us:.3g}" for us in fused)])
+        rows.append([f"{direction}: fused, microseconds", *(f"{us:,.0f}" for us in fused)])
         for name in beside:
             over = [results.median(title, name, n, "time over fused") for n in sizes]
             rows.append([f"{direction}: {name}", *(f"{ratio:.1f}x" for ratio in over)])
