@@ -189,7 +189,7 @@ def typical_magnitude(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(sample, 0.25).mul_(float(count or 1) ** -4).clamp_(min=1e-30)
 
 
-SAMPLE = 256
+SAMPLE = 64
 
 
 def call_site() -> tuple[str, int]:

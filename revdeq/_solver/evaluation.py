@@ -6,7 +6,7 @@ the nodes of the graph find them there. torch.utils.checkpoint does the same, bu
 reconstructed here.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -56,16 +56,15 @@ class Evaluation(dict[int, Tensor]):
         # which sums gradients in its precision; what f read was a leaf only in the first evaluation.
         if f.differentiates and self.k:
             read = [x.view_as(x) for x in read]
-        again, saved = Evaluation(self.k), list[Tensor]()
-        hooks = (again._pack, again.__getitem__) if f.differentiates else (saved.append, _gone)
+        saved: Any = Evaluation(self.k) if f.differentiates else []
+        hooks = (saved._pack, saved.__getitem__) if f.differentiates else (saved.append, _gone)
         try:
             with saved_tensors_hooks(*hooks):
                 outputs = f(read, self.k)
             f.aux = None
-            self.update(again or enumerate(saved))
+            self.update(saved if f.differentiates else enumerate(saved))
         finally:
-            again.clear()
-            saved.clear()
+            saved.clear()  # otherwise a cycle through C++, which leaks
         if self._count not in (-1, len(self)):
             raise RuntimeError(
                 "f does not return the same when it is called again (a cache that its first evaluation fills? state "

@@ -21,6 +21,15 @@ from .state import State, flattened_like, structured
 version = attrgetter("_version")
 
 
+def _versions(read: State) -> int:
+    return read[0]._version if len(read) == 1 else sum(map(version, read))
+
+
+def _no_versions(read: State) -> int:
+    """Inference tensors have none."""
+    return 0
+
+
 class _Thread(threading.local):
     """evaluates: whether this thread is inside of an evaluation, to which all tensors belong: a solve is unrolled."""
 
@@ -52,7 +61,8 @@ class Repeatable:
         self.f, self._spec, self.args, self._kwargs = f, spec, args, dict(kwargs or {})
         self._indexed, self._has_aux, self.aux = indexed, has_aux, None
         x, self._is_tensor = initial[0], spec.is_leaf()
-        self._device, self._is_cuda, self._has_versions = x.device, x.is_cuda, not torch.is_inference_mode_enabled()
+        self._device, self._is_cuda = x.device, x.is_cuda
+        self._versions = _no_versions if torch.is_inference_mode_enabled() else _versions
         self._usual = (x.dtype, x.shape, x.device, torch.strided) if self._is_tensor and not is_traced else None
         self.draws, self.differentiates, self._is_new = False, False, not is_traced
         self._random: Sequence[Tensor] = ()
@@ -67,7 +77,7 @@ class Repeatable:
         if self._indexed:
             self._kwargs["evaluation"] = k
         z = read[0] if self._is_tensor else structured(read, self._spec)
-        versions = sum(map(version, read)) if self._has_versions else 0
+        versions = self._versions(read)
         around, thread.evaluates = thread.evaluates, torch.is_grad_enabled()
         try:
             if self._is_new:
@@ -80,7 +90,7 @@ class Repeatable:
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError(f"f returned {type(result).__name__}: with aux=True it must return a pair (state, aux)")
             result, self.aux = result
-        if self._has_versions and sum(map(version, read)) != versions:
+        if self._versions(read) != versions:
             raise RuntimeError(
                 "f modifies its input in place, which the solver needs afterwards: write z = z.add(x) instead of "
                 "z.add_(x)"
