@@ -70,29 +70,17 @@ def _trouble_of_c(device: torch.device) -> Trouble:
 
 
 TRITON = Backend(
-    "triton",
-    "Triton's kernels",
-    ("cuda", "xpu"),
-    dict(gpu.STATES) if gpu else {},
-    _trouble_of_triton,
+    "triton", "Triton's kernels", ("cuda", "xpu"), dict(gpu.STATES) if gpu else {}, _trouble_of_triton,
     "update Triton and the driver",
-)
+)  # fmt: skip
 C = Backend(
-    "cpu",
-    "the C kernel",
-    ("cpu",),
-    {"float64": cpu.HalfStep, "exact": cpu.ExactHalfStep},
-    _trouble_of_c,
+    "cpu", "the C kernel", ("cpu",), {"float64": cpu.HalfStep, "exact": cpu.ExactHalfStep}, _trouble_of_c,
     "rebuild the C kernel (pip install --force-reinstall --no-deps; no -ffast-math or -Ofast in CFLAGS)",
-)
+)  # fmt: skip
 REFERENCE = Backend(
-    "reference",
-    "PyTorch's own operations",
-    (),
-    {"float64": reference.HalfStep, "exact": reference_exact.HalfStep},
-    lambda device: None,
-    "reinstall torch",
-)
+    "reference", "PyTorch's own operations", (), {"float64": reference.HalfStep, "exact": reference_exact.HalfStep},
+    lambda device: None, "reinstall torch",
+)  # fmt: skip
 BACKENDS = {backend.name: backend for backend in (TRITON, C, REFERENCE)}
 
 _forced: ContextVar[str | None] = ContextVar("revdeq_backend", default=None)

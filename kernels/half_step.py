@@ -36,7 +36,7 @@ def chunks_of(n: int) -> int:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The coefficients of a half-step of a float64 state. With c = 0, as in the paper, z is not read."""
+    """Those of a half-step of a float64 state. With c = 0, as in the paper, z is not read."""
 
     a: float
     b: float

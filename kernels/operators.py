@@ -75,17 +75,9 @@ def invert(
 
 
 def invert_adjoint(
-    y: Tensor,
-    f_z: Tensor,
-    adjoint: Tensor,
-    vjp: Tensor,
-    beta: float,
-    gamma: float = 1.0,
-    z: Tensor | None = None,
-    other: Tensor | None = None,
-    *,
-    dtype: Any = None,
-) -> tuple[Tensor, Tensor]:
+    y: Tensor, f_z: Tensor, adjoint: Tensor, vjp: Tensor, beta: float, gamma: float = 1.0, z: Tensor | None = None,
+    other: Tensor | None = None, *, dtype: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The inverse, and a half-step of the adjoint (Algorithm 1) in the same pass over memory, both in place.
 
     With a = 1 - beta, b = beta gamma and c = beta (1 - gamma), the adjoint of z becomes a adjoint + b vjp + c other.

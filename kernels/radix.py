@@ -7,8 +7,6 @@ from fractions import Fraction
 from .half_step import float32
 
 LARGEST_DENOMINATOR = 64
-ROOM = 2**32
-"""The bound of a remainder."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,6 @@ class Radix:
     def free_half_steps(self) -> int:
         """How many half-steps fit into a 32-bit remainder, whose bound each multiplies by d / p, rounded up."""
         bound, count = self.d, 0
-        while bound <= ROOM:
+        while bound <= 2**32:
             bound, count = -(-bound // self.p) * self.d, count + 1
         return count

@@ -15,13 +15,13 @@ COMMANDS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m revdeq", description="Reversible deep equilibrium models.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     parsers = {name: commands.add_parser(name, help=text, description=text) for name, text in COMMANDS.items()}
     try:
         if sys.argv[1:] and (name := sys.argv[1]) in COMMANDS:
             command = importlib.import_module(f"revdeq.cli.{name}")
             command.add_options(parsers[name])
-        arguments = parser.parse_args()
+        arguments = parser.parse_args(sys.argv[1:] or ["--help"])
         return command.run(arguments)
     except ModuleNotFoundError as error:
         print(f"{error}: pip install matplotlib scikit-learn tqdm", file=sys.stderr)

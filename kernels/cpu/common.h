@@ -1,8 +1,7 @@
 /* What the half-steps of both states share: dtypes, chunks and threads, and the adjoint.
  *
- * Plain C, with neither Python's nor torch's headers: __init__.py loads the library with ctypes.
- * Compile without contraction (-ffp-contract=off): a fused multiply-add would change the bits.
- */
+ * Plain C, with neither Python's nor torch's headers: __init__.py loads the library with ctypes. It is compiled without
+ * contraction (-ffp-contract=off): a fused multiply-add would change the bits. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -15,10 +14,8 @@
 #define INLINE static inline __attribute__((always_inline))
 #endif
 
-/* The vector width is chosen when the library is loaded. Function multiversioning needs the
- * loader's help (ifunc), which glibc has. It goes on the functions below the OpenMP regions:
- * a region's body is outlined before the clones are made and would stay at the baseline. Clones are
- * selected by a feature's name, which old compilers know; GCC 11 knows no architecture levels. */
+/* The vector width is chosen when the library is loaded, which needs glibc's help (ifunc). Mark the functions below the
+ * OpenMP regions: a region's body is outlined before the clones are made. GCC 11 knows features, but no levels. */
 #if !defined(CLONES) && defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__)
 #define CLONES __attribute__((target_clones("avx2", "default")))
 #elif !defined(CLONES)
@@ -85,12 +82,12 @@ INLINE void *at(const void *p, int64_t i, enum dtype type) {
 }
 
 /* Runs its last argument with `NAME` a compile-time constant equal to `type`. */
-#define CONSTANT(NAME, type, ...)                             \
-    switch (type) {                                           \
-    case F64: { const enum dtype NAME = F64; __VA_ARGS__; } break;    \
-    case F32: { const enum dtype NAME = F32; __VA_ARGS__; } break;    \
-    case BF16: { const enum dtype NAME = BF16; __VA_ARGS__; } break;  \
-    default: { const enum dtype NAME = F16; __VA_ARGS__; } break;     \
+#define CONSTANT(NAME, type, ...)                                    \
+    switch (type) {                                                  \
+    case F64: { const enum dtype NAME = F64; __VA_ARGS__; } break;   \
+    case F32: { const enum dtype NAME = F32; __VA_ARGS__; } break;   \
+    case BF16: { const enum dtype NAME = BF16; __VA_ARGS__; } break; \
+    default: { const enum dtype NAME = F16; __VA_ARGS__; } break;    \
     }
 
 /* A half-step and its tensors; __init__.py packs this structure. gamma, sign, p, d and bits are the exact state's. NULL
@@ -102,12 +99,9 @@ typedef struct {
     int64_t n;
     double a, b, c, gamma;
     int32_t rows, sign, p, d, bits, threads, inverse, f_type, copy_type, seed_type;
-    const void *f, *z;
-    void *copy, *sums;
+    void *f, *z, *copy, *sums;
     int32_t *spill;
-    void *adjoint;
-    const void *vjp, *other;
-    void *seed;
+    void *adjoint, *vjp, *other, *seed;
     const float *floor;
     int32_t *worst;
 } call;

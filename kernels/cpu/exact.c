@@ -120,30 +120,32 @@ INLINE int step_row(const call *c, int64_t *state, int64_t row, int64_t n, int32
 #define FOR_EACH_ROW                                                                                                \
     for (int64_t row = p.from, end = p.from + p.n, n; n = end - row < LANES ? end - row : LANES, row < end; row += LANES)
 
-#define DECODE CONSTANT(C, c->copy_type, decode_loop(y, at(c->copy, row, C), n, unit(c), C))
-
-/* With a spill, the remainder is saved there and restarts from 0. */
-CLONES static int relax(const call *c, part p) {
+/* A half-step with a spill saves the remainder there, and restarts from 0. Its inverse restores it from there. */
+INLINE int step(const call *c, part p, const int inverse) {
     const float last_bit = (float)unit(c);
-    float *change = NULL, *value = NULL;
+    float *sums = inverse ? NULL : c->sums, *change = NULL, *value = NULL;
     int bad = 0;
-    if (c->sums) {
-        change = (float *)c->sums + p.chunk * LANES, value = change + p.chunks * LANES;
+    if (sums) {
+        change = sums + p.chunk * LANES, value = change + p.chunks * LANES;
         memset(change, 0, LANES * sizeof *change);
         memset(value, 0, LANES * sizeof *value);
     }
     FOR_EACH_ROW {
         int64_t *state = (int64_t *)c->state + row, before[LANES];
         int32_t y[LANES];
-        memcpy(before, state, n * sizeof *state);
-        if (c->spill)
+        if (sums)
+            memcpy(before, state, n * sizeof *state);
+        if (c->spill && !inverse)
             for (int64_t i = 0; i < n; i++) {
                 c->spill[row + i] = (int32_t)(uint32_t)state[i];
                 state[i] = (int64_t)((uint64_t)state[i] & ~(uint64_t)LOW);
             }
         bad |= step_row(c, state, row, n, y);
-        DECODE
-        if (change)
+        CONSTANT(C, c->copy_type, decode_loop(y, at(c->copy, row, C), n, unit(c), C))
+        if (c->spill && inverse)
+            for (int64_t i = 0; i < n; i++)
+                state[i] = (int64_t)(((uint64_t)state[i] & ~(uint64_t)LOW) | (uint32_t)c->spill[row + i]);
+        if (sums)
             for (int64_t i = 0; i < n; i++) {
                 float moved = (float)(y[i] - high(before[i])) * last_bit, size = (float)y[i] * last_bit;
                 change[i] += moved * moved;
@@ -153,18 +155,8 @@ CLONES static int relax(const call *c, part p) {
     return bad;
 }
 
-/* With a spill, the remainder is restored from there. */
-CLONES static void invert(const call *c, part p) {
-    FOR_EACH_ROW {
-        int64_t *state = (int64_t *)c->state + row;
-        int32_t y[LANES];
-        step_row(c, state, row, n, y);
-        DECODE
-        if (c->spill)
-            for (int64_t i = 0; i < n; i++)
-                state[i] = (int64_t)(((uint64_t)state[i] & ~(uint64_t)LOW) | (uint32_t)c->spill[row + i]);
-    }
-}
+CLONES static int relax(const call *c, part p) { return step(c, p, 0); }
+CLONES static void invert(const call *c, part p) { step(c, p, 1); }
 
 /* A nonzero remainder in the initial state is an error too. */
 CLONES static void compare(const call *c, part p) {

@@ -12,7 +12,8 @@ from torch import Tensor
 class Cache:
     """The keys and values of all positions so far, which a block gets as its argument `cache`.
 
-    A block calls `attend` or `extend` once per attention, always in the same order: an attention is known by its turn.
+    A block calls `attend` or `extend` once per attention, in the same order each time: the k-th call extends the
+    k-th tensors.
 
     Args:
         room: The number of positions to make room for.

@@ -15,7 +15,7 @@ from .processes import Processes
 
 
 class Score(NamedTuple):
-    """The result of `evaluate`: means per target, and of the solves, if there are any."""
+    """The result of `evaluate`. All but the metric and the number of targets are means over targets."""
 
     loss: float
     metric: float
@@ -80,8 +80,8 @@ def equilibria(model: nn.Module) -> list[RevDEQ]:
 
 
 def statistics(model: nn.Module) -> tuple[float, Any, float]:
-    """Of the last solve of each equilibrium, the means of: the evaluations of f, the change, which is not waited for,
-    and whether the tol was reached. NaN for an explicit model; the last one also without a tol."""
+    """Means over the last solves of all equilibria: the evaluations of f, the change, and the share that reached its
+    tol. The change is a tensor, so that nothing waits for the device. Without solves, or without a tol: NaN."""
     lasts: list[Any] = [layer.last for layer in equilibria(model) if layer.last is not None]
     if not lasts:
         return math.nan, math.nan, math.nan

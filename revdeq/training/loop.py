@@ -28,7 +28,7 @@ from .processes import Processes
 from .record import COLUMNS, Record
 
 WINDOW, PATIENCE, SMALLEST_LR = 200, 10, 1e-6
-"""Of the schedule "plateau"."""
+"""Constants of the schedule "plateau"."""
 
 
 class Diverged(ArithmeticError):
@@ -93,7 +93,7 @@ class Run:
         self.model = preset.build(**self.dataset.shapes)
         self.parallel = processes.parallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.lr, weight_decay=training.weight_decay)
-        # torch counts the windows that are let pass, the paper the one at which lr is halved
+        # The paper's patience includes the window at which lr is halved, torch's does not.
         self.plateau = ReduceLROnPlateau(self.optimizer, factor=0.5, patience=PATIENCE - 1)
 
         self.update, self.seconds, self.best = 0, 0.0, -math.inf

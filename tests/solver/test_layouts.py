@@ -2,18 +2,20 @@
 
 import pytest
 import torch
+from plain import agree, reference
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import revdeq
-from revdeq.baselines import stored_graph
 from revdeq.kernels import half_step
 
-STATES = ("float64", "exact")
+EACH = pytest.mark.parametrize(("state", "gamma"), [("float64", 1.0), ("float64", 0.7), ("exact", 0.7)])
 CHANNELS_LAST = torch.channels_last
 
 
 @pytest.fixture(params=["cpu", "fakegpu"])
 def device(request):
+    torch.manual_seed(0)
     if request.param == "cpu":
         yield "cpu"
         return
@@ -25,7 +27,7 @@ def device(request):
 
 @pytest.fixture
 def copies(monkeypatch):
-    """The names of the operations that had to copy the output of f or of its vector-Jacobian product."""
+    """The strides of outputs of f, and of its vector-Jacobian products, that had to be copied."""
     seen, in_order = [], half_step.HalfStep.in_order
 
     def counted(self, x):
@@ -38,126 +40,92 @@ def copies(monkeypatch):
     return seen
 
 
-def conv(device, memory_format=CHANNELS_LAST, channels=4):
-    """An f that always returns one layout, and computes something else if its input has another one: so may a
-    convolution, at least in the last bits."""
-    torch.manual_seed(0)
-    layer = nn.Conv2d(channels, channels, 3, padding=1).to(device)
+class Conv(nn.Module):
+    """Always returns one layout, and computes something else if its input has another one: so may a convolution, at
+    least in the last bits."""
 
-    def f(z, x):
-        bias = 0.1 if z.is_contiguous() else 0.2
-        return torch.tanh(0.5 * layer(z) + bias + x).contiguous(memory_format=memory_format)
+    def __init__(self, device, differs=True):
+        super().__init__()
+        self.layer, self.differs = nn.Conv2d(4, 4, 3, padding=1).to(device), differs
 
-    return f, list(layer.parameters())
-
-
-def gradients(f, z0, x, parameters, **settings):
-    solution = revdeq.solve(f, z0, x, beta=0.8, max_steps=6, check="raise", **settings)
-    leaves = torch.utils._pytree.tree_leaves(solution.z)
-    sum(z.square().sum() for z in leaves).backward()
-    found = [p.grad for p in (*parameters, x)]
-    for p in (*parameters, x):
-        p.grad = None
-    return solution, [g.cpu() for g in found]
+    def forward(self, z, x):
+        bias = 0.2 if self.differs and not z.is_contiguous() else 0.1
+        return torch.tanh(0.5 * self.layer(z) + bias + x).contiguous(memory_format=CHANNELS_LAST)
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_a_channels_last_f_with_a_contiguous_z0_copies_only_in_its_first_call(device, copies, state):
-    f, _ = conv(device)
-    z0 = torch.zeros(2, 4, 5, 3, device=device, requires_grad=True)
-    x = torch.randn(2, 4, 5, 3).to(device).requires_grad_()
-    seen = []
+def image(device):
+    return torch.randn(2, 4, 5, 3).to(device).requires_grad_()
+
+
+def solved(f, z0, x, of, **settings):
+    """The solution and gradients."""
+    solution = revdeq.solve(f, z0, x, **{"beta": 0.8, "max_steps": 6, "check": "raise", **settings})
+    loss = sum(z.square().sum() for z in tree_leaves(solution.z))
+    return solution, [g.cpu() for g in torch.autograd.grad(loss, [x, *of])]
+
+
+@EACH
+def test_a_channels_last_f_with_a_contiguous_z0_copies_only_in_its_first_call(device, copies, state, gamma):
+    f, z0, x, seen = Conv(device), image(device), image(device), []
 
     def watched(z, x):
         seen.append(z.is_contiguous(memory_format=CHANNELS_LAST))
         return f(z, x)
 
-    solution = revdeq.solve(watched, z0, x, beta=0.8, max_steps=6, state=state, check="raise")
-    assert not copies
-    assert seen == [False] + 11 * [True]
-    assert solution.nfe == 12
+    solution = revdeq.solve(watched, z0, x, beta=0.8, gamma=gamma, max_steps=6, state=state, check="raise")
+    assert seen == [False] + 11 * [True] and len(copies) == (gamma != 1)
     assert all(t.is_contiguous(memory_format=CHANNELS_LAST) for t in (solution.z, solution.y))
     seen.clear()
     solution.z.square().sum().backward()
-    assert seen == 11 * [True] + [False]
-    assert len(copies) <= 3, copies  # the initial state, which y and z are compared with, and its product
-    assert z0.grad.shape == z0.shape
+    assert seen == 11 * [True] + [False] and z0.grad.shape == z0.shape
+    assert len(copies) <= 6, copies  # the initial state, which y and z are compared with, and its product
 
 
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("gamma", [1.0, 0.7])
+@EACH
 def test_the_backward_pass_uses_the_layouts_of_the_forward_pass(device, state, gamma):
     """If f returned other bits in any evaluation, the reconstruction would be wrong."""
-    f, parameters = conv(device)
-    x = torch.randn(2, 4, 5, 3).to(device).requires_grad_()
+    f, z0, x = Conv(device), torch.zeros(2, 4, 5, 3, device=device), image(device)
     settings = {"state": state, "gamma": gamma}
-    with torch.no_grad():  # nothing is compared: what the iteration is
-        expected = revdeq.solve(f, torch.zeros(2, 4, 5, 3, device=device), x, beta=0.8, max_steps=6, **settings).z
-    solution, ours = gradients(f, torch.zeros(2, 4, 5, 3, device=device), x, parameters, **settings)
-    assert torch.equal(solution.z.detach().cpu(), expected.cpu())
-    solution = revdeq.solve(
-        f, torch.zeros(2, 4, 5, 3, device=device), x, beta=0.8, max_steps=6, gamma=gamma, keep=11, state=state
-    )
-    solution.z.square().sum().backward()  # from graphs that were stored, all but that of the first evaluation
-    for p, g in zip((*parameters, x), ours, strict=True):
-        assert torch.equal(p.grad.cpu(), g)
+    solution, ours = solved(f, z0, x, f.parameters(), **settings)
+    with torch.no_grad():
+        assert torch.equal(solution.z, revdeq.solve(f, z0, x, beta=0.8, max_steps=6, **settings).z)
+    _, kept = solved(f, z0, x, f.parameters(), keep=11, **settings)
+    assert all(map(torch.equal, ours, kept))
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_gradients_are_those_of_the_stored_graph(device, state):
-    torch.manual_seed(0)
-    layer = nn.Conv2d(4, 4, 3, padding=1)
-    x, z0 = torch.randn(2, 4, 5, 3), torch.randn(2, 4, 5, 3)
-    found = []
-    for solve in (revdeq.solve, stored_graph):
-        place = device if solve is revdeq.solve else "cpu"
-        module, given, start = layer.to(place), x.to(place).requires_grad_(), z0.to(place).requires_grad_()
-
-        def f(z, x, module=module):
-            return torch.tanh(0.5 * module(z) + x).contiguous(memory_format=CHANNELS_LAST)
-
-        settings = {"state": state, "check": "raise"} if solve is revdeq.solve else {}
-        z = solve(f, start, given, beta=0.8, max_steps=6, **settings)
-        z = z.z if solve is revdeq.solve else z
-        (z[1] if isinstance(z, tuple) else z).square().sum().backward()
-        found.append([g.detach().cpu() for g in (given.grad, start.grad, *(p.grad for p in module.parameters()))])
-        module.zero_grad()
-    for ours, theirs in zip(*found, strict=True):
-        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()  # 12 evaluations and products, each rounded to float32
+@EACH
+def test_gradients_are_those_of_the_stored_graph(device, state, gamma):
+    f, z0, x = Conv(device, differs=False), image(device), image(device)
+    _, ours = solved(f, z0, x, [z0, *f.parameters()], state=state, gamma=gamma)
+    f, z0, x = f.to("cpu"), *(t.detach().cpu().requires_grad_() for t in (z0, x))
+    z = reference(f, z0, x, beta=0.8, gamma=gamma, max_steps=6).z
+    agree(ours, torch.autograd.grad(z.square().sum(), [x, z0, *f.parameters()]), tolerance=1e-5)
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", ["float64", "exact"])
 def test_each_tensor_of_a_state_has_its_own_layout(device, copies, state):
-    f, parameters = conv(device)
+    f, x = Conv(device), image(device)
     zeros = {name: torch.zeros(2, 4, 5, 3, device=device) for name in ("image", "plain")}
     zeros["vector"] = torch.zeros(3, 4, device=device)
-    x = torch.randn(2, 4, 5, 3).to(device).requires_grad_()
 
     def g(z, x):
-        image = f(z["image"], x)
-        plain = (0.3 * z["plain"].contiguous() + 0.1 * image).contiguous()
-        return {"image": image, "plain": plain, "vector": 0.5 * torch.tanh(z["vector"].t()).contiguous().t()}
+        of_image = f(z["image"], x)
+        plain = (0.3 * z["plain"].contiguous() + 0.1 * of_image).contiguous()
+        return {"image": of_image, "plain": plain, "vector": 0.5 * torch.tanh(z["vector"].t()).contiguous().t()}
 
-    solution, ours = gradients(g, zeros, x, parameters, state=state)
-    assert solution.z["image"].is_contiguous(memory_format=CHANNELS_LAST)
-    assert solution.z["plain"].is_contiguous()
-    assert solution.z["vector"].t().is_contiguous()
+    z = solved(g, zeros, x, f.parameters(), state=state)[0].z
+    assert z["image"].is_contiguous(memory_format=CHANNELS_LAST)
+    assert z["plain"].is_contiguous() and z["vector"].t().is_contiguous()
     assert len(copies) <= 2 * 3, copies  # of the two tensors that start in another layout
-    _, tupled = gradients(
-        lambda z, x: tuple(g(dict(zip(zeros, z, strict=True)), x).values()), tuple(zeros.values()), x, parameters,
-        state=state,
-    )  # fmt: skip
-    assert all(map(torch.equal, ours, tupled))
 
 
 def test_strides_of_dimensions_of_size_1_are_ignored(device, copies):
-    f, parameters = conv(device)
-    x = torch.randn(8, 4, 1, 1).to(device).requires_grad_()
+    f, x = Conv(device), torch.randn(8, 4, 1, 1).to(device).requires_grad_()
 
     def elsewhere(z, x):
         return f(z, x).as_strided((8, 4, 1, 1), (4, 1, 7, 9))  # the same places
 
-    gradients(elsewhere, torch.zeros(8, 4, 1, 1, device=device), x, parameters)
+    solved(elsewhere, torch.zeros(8, 4, 1, 1, device=device), x, f.parameters())
     assert not copies
 
 
@@ -171,15 +139,13 @@ def test_an_output_that_is_not_dense_leaves_the_state_as_it_is(device, copies):
     x = torch.randn(3, 1).to(device).requires_grad_()
     z0 = torch.zeros(3, 4, device=device)
     solution = revdeq.solve(lambda z, x: torch.tanh(z.mean(1, keepdim=True) + x).expand(3, 4), z0, x, max_steps=3)
-    assert solution.z.is_contiguous()
-    assert len(copies) == 6
+    assert solution.z.is_contiguous() and len(copies) == 6
     solution.z.sum().backward()
     assert x.grad.isfinite().all().item()
 
 
 def test_dropout_has_one_mask_though_f_returns_another_layout_than_that_of_z0(device):
     """It is drawn in the order of the memory: the state keeps the layout of z0."""
-    torch.manual_seed(0)
     f = lambda z: nn.functional.dropout(0 * z + 1).contiguous(memory_format=CHANNELS_LAST)  # noqa: E731
-    y = revdeq.solve(f, torch.zeros(2, 3, 4, 4, device=device), max_steps=3).y  # evaluation 1 moves y
-    assert len(y.unique()) == 2
+    solution = revdeq.solve(f, torch.zeros(2, 3, 4, 4, device=device), max_steps=3)
+    assert len(solution.z.unique()) == len(solution.y.unique()) == 2

@@ -9,36 +9,19 @@ import sys
 
 import pytest
 import torch
-from torch import nn
+from plain import Block, float32
 
 import revdeq
 
-
-class Block(nn.Module):
-    def __init__(self, d=6):
-        super().__init__()
-        self.linear = nn.Linear(d, d)
-
-    def forward(self, z, x):
-        return torch.tanh(self.linear(z) + x)
-
-
 Z = torch.zeros(3)
 WRONG = [
-    *({"beta": beta} for beta in (1, 1 + 1e-9, 0, -0.5, 2, 1e-60, math.nan, None, "0.5", True)),
+    *({"beta": beta} for beta in (1, 1 + 1e-9, 0, 2, 1e-60, math.nan, None, True)),
     *({"gamma": gamma} for gamma in (0, 3.5, "1")),
     *({"max_steps": n} for n in (0, 2.5, True)),
     *({"tol": tol} for tol in (0, math.nan, "1e-3")),
-    *({"keep": keep} for keep in (-1, 1.5)),
-    *({"state": state} for state in ("float32", "auto", 24)),
-    {"check": "ignore"},
-    {"gradient": "ift"},
-    {"aux": "sum"},
-    {"indexed": 0},
-    {"per_example": True},
-    {"per_example": 3, "tol": 1e-3},
-    {"keep": 2, "gradient": "implicit"},
-    {"aux": True, "gradient": "implicit"},
+    *({"state": state} for state in ("auto", 24)),
+    *({"keep": -1}, {"check": "ignore"}, {"gradient": "ift"}, {"aux": "sum"}, {"indexed": 0}, {"per_example": True}),
+    *({"keep": 2, "gradient": "implicit"}, {"aux": True, "gradient": "implicit"}),
 ]
 
 
@@ -64,25 +47,18 @@ def test_true_is_no_number_of_steps_after_a_solve_with_1():
         revdeq.solve(torch.cos, Z, max_steps=True)
 
 
-STATES = {
-    "nothing": ((), "z0 = .*tensor"),
-    "a number": ((Z, 0.0), "z0 = .*tensor"),
-    "integers": ({"h": [Z, Z.long()]}, "z0.*int64"),
-    "booleans": (Z > 0, "z0.*bool"),
-    "complex": (Z + 0j, "z0.*complex64"),
-    "sparse": (torch.eye(3).to_sparse(), "z0.*sparse"),
-    "two devices": ([Z, Z.to("meta")], "z0.*meta.*one device"),
-    "a solution": (revdeq.solve(torch.cos, Z), "z0 = .*tensor"),
-}
-
-
-@pytest.mark.parametrize("what", STATES)
-def test_a_wrong_initial_state_is_named(what):
-    with pytest.raises((TypeError, ValueError), match=f"(?s){STATES[what][1]}"):
-        revdeq.solve(lambda z: z, STATES[what][0])
+def start(z0):
+    return lambda: revdeq.solve(lambda z: z, z0)
 
 
 CALLS = {
+    "no state": (start(()), "z0 = .*tensor"),
+    "a number in a state": (start((Z, 0.0)), "z0 = .*tensor"),
+    "integers in a state": (start({"h": [Z, Z.long()]}), "z0.*int64"),
+    "complex numbers": (start(Z + 0j), "z0.*complex64"),
+    "a sparse state": (start(torch.eye(3).to_sparse()), "z0.*sparse"),
+    "two devices": (start([Z, Z.to("meta")]), "z0.*meta.*one device"),
+    "a solution": (lambda: start(revdeq.solve(torch.cos, Z))(), "z0 = .*tensor"),
     "no function": (lambda: revdeq.solve(3, Z), "f = 3 must be callable"),
     "a layer of none": (lambda: revdeq.RevDEQ(None), "f = None must be callable"),
     "a class": (lambda: revdeq.RevDEQ(Block), "class Block.*instance"),
@@ -90,19 +66,15 @@ CALLS = {
     "integers": (lambda: revdeq.RevDEQ(torch.cos)(torch.arange(3)), "x .*int64.*z0"),
     "an option of a call": (lambda: revdeq.RevDEQ(Block())(torch.zeros(2, 6), tol=1e-3), "tol"),
     "y0": (lambda: revdeq.solve(torch.cos, Z, y0=Z[:2]), "y0 must have the structure, shapes"),
+    "an error of f": (lambda: revdeq.solve(lambda z: (_ for _ in ()).throw(TypeError("f's")), Z), "^f's$"),
 }
 
 
 @pytest.mark.parametrize("what", CALLS)
 def test_common_mistakes_are_named(what):
     call, text = CALLS[what]
-    with pytest.raises((TypeError, ValueError), match=text):
+    with pytest.raises((TypeError, ValueError), match=f"(?s){text}"):
         call()
-
-
-def test_an_error_inside_f_passes_through():
-    with pytest.raises(TypeError, match="of f's own"):
-        revdeq.solve(lambda z: (_ for _ in ()).throw(TypeError("of f's own")), Z)
 
 
 # the coefficients, as they are used
@@ -113,7 +85,7 @@ def test_float64_takes_the_beta_that_was_given_rounded_to_float32(beta, gamma):
     """The weights of f's output and of the other state are float32, so that products with float32 numbers are exact."""
     solution = revdeq.solve(torch.cos, Z, beta=beta, gamma=gamma)
     assert solution.state == "float64"
-    b, c = (torch.tensor(x, dtype=torch.float32).item() for x in (beta * gamma, beta * (1 - gamma)))
+    b, c = float32(beta * gamma), float32(beta * (1 - gamma))
     assert (solution.beta, solution.gamma) == (b + c, b / (b + c))
     assert abs(solution.beta - beta) < 1e-7 and abs(solution.gamma - gamma) < 1e-6
 
@@ -126,13 +98,6 @@ def test_converged_says_whether_the_tolerance_was_reached(tol):
     deq(x)
     assert solution.converged is deq.last.converged is {None: None, 0.3: True, 1e-9: False}[tol]
     assert (solution.steps < 4) == bool(solution.converged) and deq.last.steps == solution.steps
-
-
-def test_gap_is_the_relative_distance_of_y_and_z():
-    solution = revdeq.solve(lambda z: {"a": z["b"] + 1, "b": 0.5 * z["a"]}, {"a": torch.zeros(3), "b": torch.zeros(3)})
-    y, z = (torch.cat(list(state.values())).double() for state in (solution.y, solution.z))
-    torch.testing.assert_close(solution.gap, (y - z).norm() / (z.norm() + 1e-5))
-    assert not solution.gap.requires_grad
 
 
 # layers

@@ -8,7 +8,6 @@ import revdeq
 from revdeq.baselines import stored_graph
 
 pytestmark = pytest.mark.usefixtures("on_device")
-COSINE_FIXED_POINT = 0.7390851332151607
 
 
 def test_two_steps_against_numbers_computed_by_hand():
@@ -21,13 +20,6 @@ def test_two_steps_against_numbers_computed_by_hand():
     assert (one.y.item(), one.z.item()) == (0.5, 0.75)
     assert (two.y.item(), two.z.item()) == (1.125, 1.4375)
     assert two.change.item() == (1.4375 - 0.75) / (1.4375 + 1e-5)
-
-
-def test_both_states_reach_the_fixed_point_of_the_cosine():
-    solution = revdeq.solve(torch.cos, torch.zeros(3, dtype=torch.float64), max_steps=300, tol=1e-14)
-    assert solution.steps < 300
-    for state in (solution.y, solution.z):
-        torch.testing.assert_close(state, torch.full_like(state, COSINE_FIXED_POINT), rtol=0, atol=1e-13)
 
 
 def affine(d=6, k=0.6):
@@ -56,8 +48,7 @@ def test_an_affine_map_has_its_closed_form_and_gradient():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=(steps * bound * closed[0].norm()).item())
 
 
-@pytest.mark.parametrize("beta", [0.3, 0.5, 0.8, 1.1])
-@pytest.mark.parametrize("k", [0.2, 0.6, 0.75])
+@pytest.mark.parametrize(("beta", "k"), [(0.3, 0.6), (0.5, 0.2), (0.8, 0.75), (1.1, 0.75)])
 def test_convergence_is_at_least_as_fast_as_the_bound(beta, k):
     """‖y_n - q‖, ‖z_n - q‖ <= L^n ‖z_0 - q‖ with L = |1 - beta| + beta k (the paper's theorem)."""
     assert beta < 2 / (k + 1)
@@ -84,17 +75,7 @@ def test_the_tolerance_stops_at_the_first_step_that_meets_it():
     assert solution.nfe == 2 * solution.steps
 
 
-def test_change_is_the_relative_change_of_the_last_step():
-    matrix, x = affine()
-
-    def z(steps):
-        return revdeq.solve(lambda z: matrix @ z + x, torch.zeros_like(x), max_steps=steps)
-
-    change = (z(5).z - z(4).z).norm() / (z(5).z.norm() + 1e-5)
-    torch.testing.assert_close(z(5).change, change, rtol=1e-12, atol=0)
-
-
-def test_change_is_over_all_tensors_of_a_state():
+def test_change_and_gap_are_over_all_tensors_of_a_state():
     matrix, x = affine()
     whole = revdeq.solve(lambda z: matrix @ z + x, torch.zeros_like(x), max_steps=3)
 
@@ -104,13 +85,11 @@ def test_change_is_over_all_tensors_of_a_state():
 
     nested = revdeq.solve(halves, {"top": torch.zeros_like(x[:3]), "rest": (torch.zeros_like(x[3:]),)}, max_steps=3)
     assert torch.equal(torch.cat([nested.z["top"], nested.z["rest"][0]]), whole.z)
-    torch.testing.assert_close(nested.change, whole.change, rtol=1e-14, atol=0)
-
-
-def test_beta_is_rounded_to_float32_and_reported():
-    solution = revdeq.solve(torch.cos, torch.zeros(1), beta=0.8, state="float64")
-    assert solution.beta == torch.tensor(0.8, dtype=torch.float32).item() != 0.8
-    assert revdeq.solve(torch.cos, torch.zeros(1), beta=0.8, state="exact").beta == 0.8
+    before = revdeq.solve(lambda z: matrix @ z + x, torch.zeros_like(x), max_steps=2).z
+    expected = (whole.z - before).norm() / (whole.z.norm() + 1e-5)
+    torch.testing.assert_close((nested.change, whole.change), (expected, expected), rtol=1e-12, atol=0)
+    gap = (whole.y - whole.z).norm() / (whole.z.norm() + 1e-5)
+    torch.testing.assert_close((nested.gap, whole.gap), (gap, gap), rtol=1e-12, atol=0)
 
 
 def test_a_layer_starts_from_zero_or_from_z0():

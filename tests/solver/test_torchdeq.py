@@ -1,13 +1,12 @@
 """Programs written for torchdeq, with the core changed."""
 
 import argparse
-import importlib
 import math
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from plain import agree
 from torch import nn
 
 torchdeq = pytest.importorskip("torchdeq", reason="torchdeq is not installed")
@@ -42,11 +41,9 @@ class Program(nn.Module):
         return self.head(stored_graph(lambda z: torch.tanh(self.layer(z) + u), torch.zeros_like(u), max_steps=steps))
 
 
-def assert_equal_gradients(ours, theirs, tolerance=1e-6):
-    """Of pairs of a loss and its model."""
-    gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss, model in (ours, theirs)]
-    for g, e in zip(*gradients, strict=True):
-        assert (g - e).norm() <= tolerance * e.norm()
+def compare(ours, theirs, tolerance=1e-6):
+    """Gradients of pairs of a loss and its model."""
+    agree(*(torch.autograd.grad(loss, list(model.parameters())) for loss, model in (ours, theirs)), tolerance=tolerance)
 
 
 def namespace(*flags, **program):
@@ -63,7 +60,7 @@ def test_a_program_runs_unchanged_with_the_exact_gradient():
     (out,), info = program(X)
     expected = program.stored(X, 4)
     assert torch.equal(out, expected)
-    assert_equal_gradients((out.sum(), program), (expected.sum(), program))
+    compare((out.sum(), program), (expected.sum(), program))
     assert info["nstep"].tolist() == [8.0] * 4
     u = program.inject(X)
     z = stored_graph(lambda z: torch.tanh(program.layer(z) + u), torch.zeros_like(u), max_steps=4)
@@ -100,15 +97,6 @@ def test_evaluation_mode_and_settings_of_one_call():
         torch.testing.assert_close(found.flatten()[0], torch.tensor(0.5), rtol=1e-3, atol=0)
 
 
-def test_statistics_take_one_evaluation_or_none():
-    calls = []
-    for settings in ({}, {"no_stat": True}, {"f_solver": "simple_fixed_point_iter"}):
-        deq = torchdeq.get_deq(core="reversible", f_max_iter=8, **settings)
-        _, info = deq(lambda z: calls.append(1) or 0.5 * z + 1, torch.zeros(4, 2))
-        assert info["nstep"].tolist() == [8.0] * 4
-    assert len(calls) == 9 + 8 + 8
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -133,26 +121,7 @@ def test_the_fixed_point_and_the_implicit_gradient_are_torchdeqs():
     (z, info), (expected, _) = ours(X), theirs(X)
     torch.testing.assert_close(z[-1], expected[-1], rtol=1e-4, atol=1e-4)
     assert info["nstep"][0] < 200
-    assert_equal_gradients((z[-1].sum(), ours), (expected[-1].sum(), theirs), 1e-4)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"f_max_iter": 0}, "f_max_iter = 0 must be at least 1"),
-        ({"f_tol": -1}, "tol = -1 must be positive"),
-        ({"beta": 1}, "beta = 1 must not be 1"),
-    ],
-)
-def test_bad_settings(settings, message):
-    with pytest.raises(ValueError, match=message):
-        torchdeq.get_deq(core="reversible", **settings)
-
-
-def test_torchdeq_itself_may_be_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchdeq", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install torchdeq"):
-        importlib.reload(revdeq.torchdeq)
+    compare((z[-1].sum(), ours), (expected[-1].sum(), theirs), 1e-4)
 
 
 # Intermediate states
@@ -160,11 +129,7 @@ def test_torchdeq_itself_may_be_missing(monkeypatch):
 
 @pytest.mark.parametrize(
     ("asked", "evaluations"),
-    [
-        ({"n_states": 3}, (4, 8, 12)),
-        ({"n_states": 5}, (4, 6, 8, 10, 12)),
-        ({"indexing": [3, 10]}, (3, 10, 12)),
-    ],
+    [({"n_states": 5}, (4, 6, 8, 10, 12)), ({"indexing": [3, 10]}, (3, 10, 12))],
 )
 def test_intermediate_states_have_exact_gradients(asked, evaluations):
     program = Program(core="reversible", f_max_iter=12, check="raise", **asked)
@@ -174,7 +139,7 @@ def test_intermediate_states_have_exact_gradients(asked, evaluations):
     assert all(torch.equal(o, e) for o, e in zip(outs, expected, strict=True))
     assert info["nstep"][0] == 12
     ours, theirs = (sum(0.8**k * o.square().sum() for k, o in enumerate(each)) for each in (outs, expected))
-    assert_equal_gradients((ours, program), (theirs, program))
+    compare((ours, program), (theirs, program))
     assert len(program.eval()(X)[0]) == 1
 
 

@@ -36,41 +36,36 @@ def linear_map(eigenvalues):
     return f, torch.stack([fixed_point.real, fixed_point.imag])
 
 
-def measured_rate(eigenvalues, beta, gamma, steps=None):
-    """Between two numbers of steps: by default, those that leave errors of 1e-5 and 1e-10."""
-    last = math.ceil(math.log(1e-10) / (2 * math.log(rate(eigenvalues, beta, gamma)))) if steps is None else 0
-    steps = steps or (last // 2, last)
-    f, fixed_point = linear_map(eigenvalues)
-    errors = []
-    for n in steps:
-        z = revdeq.solve(f, torch.zeros_like(fixed_point), beta=beta, gamma=gamma, max_steps=n, state="float64").z
-        errors.append((z - fixed_point).norm().item())
-    return (errors[1] / errors[0]) ** (1 / (2 * (steps[1] - steps[0])))
-
-
 @pytest.mark.parametrize("ellipse", ELLIPSES)
 def test_the_best_pair_has_the_rate_of_the_formula(ellipse):
+    """No pair beside it has a smaller one."""
     beta, gamma, expected = best_coefficients(*ellipse)
     eigenvalues = on_ellipse(*ellipse)
     assert rate(eigenvalues, beta, gamma) == pytest.approx(expected, rel=1e-6)
-    if beta == 1:
-        return
-    last = math.ceil(math.log(1e-10) / (2 * math.log(expected)))
-    measured = measured_rate(eigenvalues, beta, gamma, (last // 2, last))
-    # at best, roots are double: the error falls like n rho^n, whose ratio here is larger by 2
-    doubled = measured / 2 ** (1 / (2 * (last - last // 2)))
-    assert 0.98 * doubled <= expected <= 1.02 * measured
-    assert expected == pytest.approx(doubled, rel=0.02) or expected == pytest.approx(measured, rel=0.02)
+    for more, larger in ((0.02, 0), (-0.02, 0), (0, 0.02), (0, -0.02)):
+        assert rate(eigenvalues, beta + more, gamma + larger) >= expected - 1e-9
 
 
-@pytest.mark.parametrize("beta", [0.4, 0.8, 1.3])
-@pytest.mark.parametrize("gamma", [0.5, 1.0, 1.2])
-@pytest.mark.parametrize("ellipse", [(0.5, 0.3, 0.0), (0.6, 0.1, -0.3), (0.1, 0.7, 0.1)])
+CASES = [
+    (0.4, 0.5, (0.5, 0.3, 0.0)),
+    (0.8, 1.0, (0.6, 0.1, -0.3)),
+    (0.8, 1.2, (0.1, 0.7, 0.1)),
+    (1.3, 1.0, (0.6, 0.1, -0.3)),
+]
+
+
+@pytest.mark.parametrize(("beta", "gamma", "ellipse"), CASES)
 def test_the_measured_rate_is_the_largest_root(beta, gamma, ellipse):
+    """Between the numbers of steps that leave errors of 1e-5 and 1e-10."""
     eigenvalues = on_ellipse(*ellipse, count=9)
     expected = rate(eigenvalues, beta, gamma)
-    if 0.5 < expected < 0.99:
-        assert measured_rate(eigenvalues, beta, gamma) == pytest.approx(expected, rel=0.02)
+    last = math.ceil(math.log(1e-10) / (2 * math.log(expected)))
+    f, fixed_point = linear_map(eigenvalues)
+    errors = []
+    for n in (last // 2, last):
+        z = revdeq.solve(f, torch.zeros_like(fixed_point), beta=beta, gamma=gamma, max_steps=n).z
+        errors.append((z - fixed_point).norm().item())
+    assert (errors[1] / errors[0]) ** (1 / (2 * (last - last // 2))) == pytest.approx(expected, rel=0.02)
 
 
 def test_where_plain_iteration_and_the_papers_diverge_the_tuned_pair_converges():
@@ -117,8 +112,7 @@ def test_nested_states_and_other_dtypes():
     assert found.residual < 0.1
 
 
-@pytest.mark.parametrize("name", ["conv", "transformer"])
-@pytest.mark.parametrize("given", [{}, {"beta": 1.2, "gamma": 0.9}])
+@pytest.mark.parametrize(("name", "given"), [("conv", {}), ("transformer", {"beta": 1.2, "gamma": 0.9})])
 def test_tune_is_never_worse_than_the_given_pair_and_is_deterministic(name, given):
     """On every second example, which was held out."""
     f, x = blocks()[name]
@@ -132,8 +126,10 @@ def test_tune_is_never_worse_than_the_given_pair_and_is_deterministic(name, give
     assert again.trials == found.trials and str(again) == str(found)
 
 
-@pytest.mark.parametrize("name", ["conv", "transformer"])
-@pytest.mark.parametrize("settings", [{"max_steps": 8}, {"max_steps": 24}, {"max_steps": 100, "tol": 1e-3}], ids=str)
+WORKS = [("conv", {"max_steps": 8}), ("transformer", {"max_steps": 24}), ("conv", {"max_steps": 100, "tol": 1e-3})]
+
+
+@pytest.mark.parametrize(("name", "settings"), WORKS)
 def test_what_tune_returns_works(name, settings):
     """Its state inverts its pair: a solve of the whole batch passes its check, and tune says why it chose it."""
     f, x = blocks()[name]
@@ -151,8 +147,8 @@ def test_tune_chooses_more_fraction_bits_for_smaller_states():
     for size in (1e-3, 1.0, 100.0):
         step = lambda z, x: size * torch.tanh(f(z / size) + x)  # noqa: B023, E731
         found = revdeq.tune(step, torch.zeros(6, 8), torch.randn(6, 8), max_steps=80)
-        bits.append(found.state.fraction_bits if isinstance(found.state, revdeq.Exact) else None)
-    assert None in bits or bits == sorted(bits, reverse=True)
+        bits.append(found.state.fraction_bits)
+    assert bits[0] > 30 > bits[1] > bits[2]
 
 
 def test_a_float64_z0_stays_among_pairs_that_float64_inverts():

@@ -39,21 +39,15 @@ UNNOTICED = "nothing"
 
 ALL = (*BUGS, *DRAWN)
 
-WRAPPER = sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("tests/solver/test_*.py"))
 
-
-def suites(file: str) -> list[list[str]]:
-    """The tests that may notice a bug in this file. Budgets are checked on one GPU."""
+def suite(file: str) -> list[str]:
+    """The tests that may notice a bug in this file, as arguments of pytest."""
     if file.startswith("revdeq/"):
-        return [WRAPPER]
+        return sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("tests/solver/test_*.py"))
     if file.startswith("kernels/cpu/"):
-        return [["tests/kernels/test_kernels.py", "tests/solver/test_exact.py", "-k", "not triton"]]
-    return [
-        *([["tests/kernels/test_launch.py"]] if file == "kernels/gpu/launch.py" else []),
-        ["tests/kernels/test_emulated_kernels.py", "--sample", "0"],
-        ["tests/kernels/test_gpu_code.py", "-k", "sm_90 or not (sm_ or gfx)"],
-        ["tests/kernels/test_kernels.py", "-k", "triton"],
-    ]
+        return ["tests/kernels/test_kernels.py", "tests/solver/test_exact.py", "-k", "not triton"]
+    names = ("emulated_kernels", "gpu_code", "launch", "kernels")
+    return [*(f"tests/kernels/test_{name}.py" for name in names), "-k", "not (cpu or gfx)"]
 
 
 def area(bug: Bug) -> str:
@@ -182,7 +176,9 @@ def run_tests(arguments: list[str], where: Path, watch: Watch, sender) -> None:
     sys.path.insert(0, str(where / "package"))
     os.environ["PYTHONPATH"] = sys.path[0]
     code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(where), *arguments], plugins=[watch])
-    sender.send(watch.failure or ("import revdeq" if code == pytest.ExitCode.USAGE_ERROR else None))
+    if not watch.failure and code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        watch.failure = re.search("ImportError while loading conftest", (where / "output.txt").read_text())[0]
+    sender.send(watch.failure)
     os._exit(0)
 
 
@@ -193,6 +189,8 @@ def first_failure(arguments: list[str], where: Path, watch: Watch) -> str | None
     process = fork.Process(target=run_tests, args=(arguments, where, watch, sender))
     process.start()
     process.join()
+    if process.exitcode > 0:
+        raise SystemExit((where / "output.txt").read_text())
     if process.exitcode == -signal.SIGALRM:
         return "timeout"
     return f"killed by signal {-process.exitcode}" if process.exitcode else receiver.recv()
@@ -201,9 +199,8 @@ def first_failure(arguments: list[str], where: Path, watch: Watch) -> str | None
 def fails_alone(test: str, bug: Bug, where: Path) -> str | None:
     """What first_failure returns for one of the tests that may notice the bug."""
     file = test.partition("::")[0]
-    some = next((some for some in suites(bug.file) if file in some), None)
-    arguments = [x for x in some or () if x == file or not x.startswith("tests/")]
-    return first_failure(arguments, where, Watch([test], only=True)) if some else None
+    arguments = [x for x in suite(bug.file) if x == file or not x.startswith("tests/")]
+    return first_failure(arguments, where, Watch([test], only=True)) if file in arguments else None
 
 
 def notice(bug: Bug, where: Path, results: dict[str, Noticed]) -> Noticed:
@@ -214,8 +211,7 @@ def notice(bug: Bug, where: Path, results: dict[str, Noticed]) -> Noticed:
     if bug.file.endswith((".c", ".h")):
         build(where)
     by = fails_alone(results[bug.name].by, bug, where) if bug.name in results else None
-    for some in suites(bug.file):
-        by = by or first_failure(some, where, Watch(similar, words=bug.name))
+    by = by or first_failure(suite(bug.file), where, Watch(similar, words=bug.name))
     for restored in (bug.file, *(x.relative_to(REPOSITORY) for x in REPOSITORY.glob("kernels/_cpu*"))):
         shutil.copy2(REPOSITORY / restored, where / restored)
     by, sys.dont_write_bytecode = by or UNNOTICED, False
