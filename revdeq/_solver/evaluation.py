@@ -37,7 +37,6 @@ class Evaluation(dict[int, Tensor]):
         needs = [x.requires_grad for x in read]
         self._needs = [] if all(needs) else needs
         try:
-            # The first evaluation notices whether f computes derivatives.
             with saved_tensors_hooks(self._pack, self.__getitem__ if self.k else self._first_unpack):
                 outputs = f(read, self.k)
             self._refuse_changes("inside f, after an operation had saved it: write x = x.add(y) instead of x.add_(y)")
@@ -50,8 +49,8 @@ class Evaluation(dict[int, Tensor]):
     def repeat(self, f: Repeatable, read: State) -> State:
         """Evaluate f once more in the backward pass, to have its saved tensors. Return its outputs."""
         if self._needs or not read[0].requires_grad:
-            pairs = zip(read, self._needs or [True] * len(read), strict=True)
-            read = [x if x.requires_grad == needs else x.detach().requires_grad_(needs) for x, needs in pairs]
+            needs = self._needs or [True] * len(read)
+            read = [x.detach().requires_grad_(needed) for x, needed in zip(read, needs, strict=True)]
         # Only an f that computes derivatives uses the graph of its repetition. Autocast would share the cast of a leaf,
         # which sums gradients in its precision; what f read was a leaf only in the first evaluation.
         if f.differentiates and self.k:
@@ -74,7 +73,7 @@ class Evaluation(dict[int, Tensor]):
         return outputs
 
     def keep(self, outputs: State) -> None:
-        """Keep tensors and outputs, without their graph, which refers to this object."""
+        """Keep tensors and outputs, but not their graph, which refers to this object."""
         self.update((place, x.detach()) for place, x in self.items())
         self.outputs = [x.detach() for x in outputs]
         self._versions = sum(map(version, (*self.values(), *self.outputs)))
@@ -108,7 +107,8 @@ class Evaluation(dict[int, Tensor]):
         return place
 
     def _first_unpack(self, place: int) -> Tensor:
-        if self._count < 0 and self._iteration is not None:  # f is still running
+        """While f is running, only its own derivatives unpack."""
+        if self._count < 0 and self._iteration is not None:
             self._iteration.f.differentiates = True
         return self[place]
 

@@ -21,15 +21,6 @@ from .state import State, flattened_like, structured
 version = attrgetter("_version")
 
 
-def _versions(read: State) -> int:
-    return read[0]._version if len(read) == 1 else sum(map(version, read))
-
-
-def _no_versions(read: State) -> int:
-    """Inference tensors have none."""
-    return 0
-
-
 class _Thread(threading.local):
     """evaluates: whether this thread is inside of an evaluation, to which all tensors belong: a solve is unrolled."""
 
@@ -62,7 +53,7 @@ class Repeatable:
         self._indexed, self._has_aux, self.aux = indexed, has_aux, None
         x, self._is_tensor = initial[0], spec.is_leaf()
         self._device, self._is_cuda = x.device, x.is_cuda
-        self._versions = _no_versions if torch.is_inference_mode_enabled() else _versions
+        self._has_versions = not torch.is_inference_mode_enabled()
         self._usual = (x.dtype, x.shape, x.device, torch.strided) if self._is_tensor and not is_traced else None
         self.draws, self.differentiates, self._is_new = False, False, not is_traced
         self._random: Sequence[Tensor] = ()
@@ -91,14 +82,16 @@ class Repeatable:
                 raise TypeError(f"f returned {type(result).__name__}: with aux=True it must return a pair (state, aux)")
             result, self.aux = result
         if self._versions(read) != versions:
-            raise RuntimeError(
-                "f modifies its input in place, which the solver needs afterwards: write z = z.add(x) instead of "
-                "z.add_(x)"
-            )
+            raise RuntimeError("f modifies its input in place, and the solver needs it: write z = z + x, not z += x")
         is_plain = k and type(result) is Tensor and not result._is_zerotensor()
         if is_plain and (result.dtype, result.shape, result.device, result.layout) == self._usual:
             return [result]  # the usual case, fast
         return flattened_like(result, read, self._spec)
+
+    def _versions(self, read: State) -> int:
+        if len(read) > 1 and self._has_versions:
+            return sum(map(version, read))
+        return read[0]._version if self._has_versions else 0
 
     def _called(self, z: Any) -> Any:
         if self._is_cuda and torch.backends.cudnn.benchmark:  # might choose another algorithm next time
@@ -114,8 +107,8 @@ class Repeatable:
         result = self._called(z)
         if versions != list(map(version, buffers)):
             raise RuntimeError(
-                "f changes a buffer in every evaluation, in the backward pass too (BatchNorm in training mode?): move "
-                "the layer out of f, use a normalization without state (GroupNorm, LayerNorm), or call .eval() on it"
+                "f changes a buffer in every evaluation (BatchNorm in training mode?): move the layer out of f, use a "
+                "normalization without state (GroupNorm, LayerNorm), or call .eval() on it"
             )
         self.draws = not all(map(torch.equal, self._random, generator_states(self._device)))
         return result
