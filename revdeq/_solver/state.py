@@ -49,10 +49,10 @@ def flattened_like(result: Any, state: Sequence[Tensor], spec: TreeSpec) -> Stat
         if not isinstance(out, Tensor):
             hint = "; return its first part, f(...)[0], or solve with aux=True" if isinstance(out, tuple) else ""
             raise TypeError(f"f's output is of type {type(out).__name__}: it must be a tensor of shape {shape}{hint}")
-        if problem := _problem(out):
-            raise TypeError(f"f's output is {problem}")
         if out.device != x.device:
             raise ValueError(f"f's output is on {out.device}: it must be on the device of z0, {x.device}")
+        if problem := _problem(out):
+            raise TypeError(f"f's output is {problem}")
         if out.shape != x.shape:
             raise ValueError(
                 f"f's output has shape {tuple(out.shape)}: it must have the shape of z0, {shape} (a layer's default "
