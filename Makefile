@@ -37,7 +37,6 @@ docs: .venv/dev
 # An interrupted run resumes.
 mutants: .venv/installed
 	$(BIN)/python tests/tools/mutants
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m full tests/kernels/test_emulated_kernels.py
 
 # torch for AMD or Intel GPUs has its own Triton, under another name, which one in .venv would hide.
 .venv/installed: setup.py pyproject.toml .ci/constraints.txt $(shell find kernels -name '*.[ch]')

@@ -33,7 +33,7 @@ def coefficients(beta: float, gamma: float) -> Coefficients:
     return step
 
 
-Inputs = dict[str, Tensor | None]
+Inputs = dict[str, Any]
 """f_z, and if they are used z, adjoint, vjp and other."""
 
 

@@ -46,7 +46,8 @@ class ExactState:
         y = y.detach()
         check_tensor("y", y, y, *DTYPES)
         check_memory(y, {})
-        self._gamma, self._half_step = gamma, backend_for(y.device).states["exact"].encoded(y, radix)
+        self._gamma = gamma
+        self._half_step: Any = backend_for(y.device).states["exact"].encoded(y, radix)
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """The numbers of the state, as f reads them."""

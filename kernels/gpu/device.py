@@ -23,8 +23,8 @@ def driver_trouble(kind: str) -> str:
 
 
 def kernel_trouble(device: torch.device) -> str:
-    """Why a kernel cannot be compiled for this GPU or loaded on it, or "": the GPU may be newer than Triton, or its
-    driver older. During graph capture, this is not tried."""
+    """Why a kernel cannot be compiled for this GPU or loaded on it, or "". The GPU may be newer than Triton, or its
+    driver older. Nothing is tried during graph capture."""
     if not getattr(torch, device.type).is_available() or has_stand_in() or is_capturing(device):
         return ""
     return _first_kernel_trouble(device)

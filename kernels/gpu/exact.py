@@ -1,6 +1,6 @@
 """The exact half-steps in Triton, as reference_exact.py specifies them.
 
-All arithmetic is in integers, and conversions are in float32: there is no float64 arithmetic unless f is float64.
+Arithmetic is in integers, and conversions are in float32. Only an f in float64 takes float64 arithmetic.
 """
 
 import torch
@@ -50,7 +50,7 @@ def _alarm(f, fits):
 
 @triton.jit
 def _raise_alarm(p_alarm, alarm, SIZE: tl.constexpr):
-    """Stores nothing where the alarm is 0. If there are several in a lane, any of them may be stored last."""
+    """Stores nothing where the alarm is 0. Of several alarms in a lane, any may be stored last."""
     o_lane = tl.max_contiguous(tl.multiple_of(memory.offsets(SIZE) % LANES, 2), 2)
     tl.store(p_alarm + o_lane, alarm, mask=alarm != 0)
 
@@ -80,8 +80,8 @@ def _relax_kernel(
     start: tl.int32, to: tl.int32, sign: tl.int32, weight: tl.int32, by_start: tl.uint32, by_to: tl.uint32,
     gamma: tl.float32, UNIT: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """With a spill, the remainder is saved there and restarts from 0. The alarm is raised by an f or a Y that does not
-    fit. With `p_partial`, adds up squares as in float64.py."""
+    """With a spill, the remainder is saved there and restarts from 0. An f or a Y that does not fit raises the alarm.
+    With `p_partial`, squares are added up as in float64.py."""
     alarms = tl.full((SIZE,), 0, tl.int32)
     changes, squares = tl.full((SIZE,), 0, tl.float32), tl.full((SIZE,), 0, tl.float32)
     for row in tl.range(ROWS):
@@ -115,8 +115,8 @@ def _invert_kernel(
     a_32: tl.float32, b_32: tl.float32, c_32: tl.float32,
     UNIT: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """With a spill, the remainder is restored from there. With `p_maxima`, `p_copy` is the initial state, which is only
-    compared, and whose remainder is 0."""
+    """With a spill, the remainder is restored from there. With `p_maxima`, as in float64.py; an initial state has the
+    remainder 0."""
     maxima, floor = tl.full((SIZE,), 0, tl.int32), 0.0 if p_floor is None else tl.load(p_floor)
     for row in tl.range(ROWS):
         o, m = memory.row_of(row, n, ROWS, EVEN, SIZE)
@@ -162,6 +162,6 @@ class HalfStep(reference_exact.HalfStep):
         launch(_relax_kernel, block, (*tensors, self.alarm, partial), self._forward, (self.step.unit,))
 
     def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints, compared: Compared) -> None:
-        tensors, spill = (self.state, f_z, z, copy, *adjoints), self._take_back() if compared is None else None
-        block, compared = (BLOCK, (None, None)) if compared is None else (None, compared)
-        launch(_invert_kernel, block, (*tensors, spill, *compared), self._backward, (self.step.unit,))
+        block, spill = (BLOCK, self._take_back()) if compared is None else (None, None)
+        tensors = self.state, f_z, z, copy, *adjoints, spill, *(compared or (None, None))
+        launch(_invert_kernel, block, tensors, self._backward, (self.step.unit,))

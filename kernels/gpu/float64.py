@@ -4,8 +4,8 @@
     y = (y' - b f(z) - c z) / a
     adjoint = a adjoint + b vjp + c other
 
-reference.py specifies them. The coefficients are arguments, so that kernels are not compiled for their values. `p_` is
-a pointer, `o` are offsets and `m` is the mask of the last block.
+reference.py specifies them. The coefficients are arguments, so that another beta compiles nothing. `p_` begins the name
+of a pointer, `o` are the offsets of elements, and `m` masks those that do not exist.
 """
 
 import torch
@@ -19,7 +19,7 @@ from . import memory
 from .launch import launch
 
 RELAX_BLOCK, INVERT_BLOCK = 1024, 512
-"""Elements per block: few enough that a thread needs about 40 registers, and a multiprocessor is full of threads."""
+"""Elements per block: few enough that a thread needs at most 40 registers, and a multiprocessor is full of threads."""
 
 
 @triton.jit
@@ -69,10 +69,10 @@ DIVIDE: tl.constexpr = tl.constexpr(
 USUAL_${:uid}:
     """
 )
-"""$1 / $2, given 1 / $2 in $3: the product with the reciprocal, corrected by its residual. It is correctly rounded
-(Brisebarre, Muller and Raina, 2004) unless an intermediate result overflows or underflows. Quotients outside
-[2^-900, 2^1023), which include zeros, infinities and NaN, use the division instruction. This takes 3 float64
-instructions instead of 10, and on some GPUs float64 is slow."""
+"""$1 / $2, where $3 is 1 / $2: the product with the reciprocal, corrected by its residual. This takes 3 float64
+instructions instead of 10, and float64 is slow on some GPUs. The quotient is correctly rounded (Brisebarre, Muller and
+Raina, 2004) unless an intermediate result overflows or underflows. Quotients outside [2^-900, 2^1023), which include
+zeros, infinities and NaN, take the division instruction."""
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def _quotient(x, a, inverse, IN_PTX: tl.constexpr):
 
 @triton.jit
 def update_adjoint(adjoints, step, step_32, o, m):
-    """In the adjoint's precision. Does nothing without an adjoint."""
+    """In the adjoint's precision, with the coefficients of that precision. Without an adjoint, nothing happens."""
     p_adjoint, p_vjp, p_other, p_seed = adjoints
     if p_adjoint is not None:
         adjoint = memory.load(p_adjoint, o, m)
@@ -117,7 +117,7 @@ def _invert_kernel(
     a: tl.float64, b: tl.float64, c: tl.float64, a_32: tl.float32, b_32: tl.float32, c_32: tl.float32,
     inverse: tl.float64, IN_PTX: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """With `p_maxima`, `p_copy` is the initial state, which is only compared."""
+    """With `p_maxima`, only the adjoint is stored, and the state is compared with the initial one in `p_copy`."""
     maxima, floor = tl.full((SIZE,), 0, tl.int32), 0.0 if p_floor is None else tl.load(p_floor)
     for row in tl.range(ROWS):
         o, m = memory.row_of(row, n, ROWS, EVEN, SIZE)

@@ -1,4 +1,4 @@
-"""Integer arithmetic of the exact state: reference_exact.py specifies it, and this computes it in 32 bits.
+"""The integer arithmetic that reference_exact.py specifies, mostly in 32 bits.
 
 A half-step and its inverse are one function, with p and d exchanged:
 
@@ -6,7 +6,7 @@ A half-step and its inverse are one function, with p and d exchanged:
     T = sign (from Y + e) + weight F
     Y = floor(T / to), R = R to + (T mod to)
 
-`from` and `to` are arguments, so that kernels are not compiled for a beta. Division by n <= 64 is multiplication by the
+`from` and `to` are arguments, so that another beta compiles nothing. Division by n <= 64 is multiplication by the
 reciprocal m = floor(2^31 / n) + 1: floor(x / n) = floor(x m / 2^31) for 0 <= x < n 2^19. Proof: m n exceeds 2^31 by
 e <= n, so x m / 2^31 exceeds x / n by x e / (2^31 n) < n e / (2^12 n) <= 1 / n, and the next integer is at least 1 / n
 away. Larger numbers are divided in two digits, of which the lower has 19 bits.

@@ -1,9 +1,9 @@
 """Launches of Triton kernels with little Python overhead.
 
 At each launch, Triton selects a compiled kernel by the dtypes of the tensors, by whether their addresses are multiples
-of 16 and, on AMD, by whether their memory is smaller than 2 GiB. Here the selection is cached by these properties.
-Numbers have the types of their annotations, and kernels are not specialized for their values. Settings of Triton that
-change the compilation count if they are set before the first launch. With unknown versions of Triton, Triton selects.
+of 16 and, on AMD, by whether their memory is smaller than 2 GiB. This file caches the selection by these properties.
+Numbers have the types of their annotations, and no kernel is specialized for their values. A setting of Triton that
+changes the compilation must be made before the first launch. If the version of Triton is unknown, Triton selects.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 
 THREADS = LANES // 2
 SMALL = 2**18
-"""Smaller tensors use blocks of LANES elements, because larger ones would leave multiprocessors idle."""
+"""Tensors with fewer elements have blocks of LANES elements. Larger blocks would leave multiprocessors idle."""
 
 Tensors: TypeAlias = Any  # a tuple of tensors, with None for those that are absent; the first is the state
 Numbers: TypeAlias = tuple[float, ...]
@@ -34,11 +34,11 @@ _compiled: dict[Any, Any] = {}
 def launch(
     kernel: Any, block: int | None, tensors: Tensors, numbers: Numbers = (), constants: tuple[Any, ...] = ()
 ) -> None:
-    """Launch one program per block of the state, which is the first tensor. If the block is None, launch one program
-    per chunk, which computes a sum or a maximum per lane.
+    """Launch one program per block of the first tensor, the state. If the block is None, launch one per chunk: it
+    computes a sum or a maximum per lane.
 
-    The arguments of the kernel are the tensors, the number of elements, the other numbers, the constants, the rows of
-    a program, whether the number of elements is even, and the elements of a row.
+    The arguments of the kernel are the tensors, the number of elements, the other numbers, the constants, the number of
+    rows per program, whether the number of elements is even, and the number of elements per row.
     """
     n, device = tensors[0].numel(), tensors[0].device
     rows, size = (rows_of(n), LANES) if block is None else (1, LANES if n < SMALL else block)

@@ -1,8 +1,9 @@
 """How all kernels access memory.
 
-A thread accesses two neighbours at once: 16 bytes of float64, 8 bytes of float32, in one layout, so that nothing goes
-through shared memory. If the number of elements is odd, it accesses them one after the other. A kernel loads all that
-it needs before it stores anything: the compiler cannot know that a store does not change what is loaded after it.
+A thread accesses two neighbours at once: 16 bytes of float64, and 8 bytes of float32. All tensors have this layout, so
+that nothing goes through shared memory. If the number of elements is odd, each element has an access of its own. A
+kernel loads all that it needs before it stores anything: the compiler must assume that a store changes what is loaded
+after it.
 """
 
 import triton
@@ -17,8 +18,8 @@ def offsets(SIZE: tl.constexpr):
 
 @triton.jit
 def row_of(row, n, ROWS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr):
-    """The offsets of a row of this program's elements, and the mask of those that exist. Tensors may have more than
-    2^31 elements."""
+    """The offsets of the elements in a row of this program, and a mask of those that exist. There may be more than 2^31
+    elements."""
     o = (tl.program_id(0).to(tl.int64) * ROWS + row) * SIZE + offsets(SIZE)
     if EVEN:
         n = n // 2 * 2  # shows the compiler that neighbours have the same mask
@@ -41,6 +42,6 @@ def store(p_x, x, o, m):
 
 @triton.jit
 def store_lanes(p_partial, x, index, LANES: tl.constexpr):
-    """The result of each lane of this program's chunk, at this index of a buffer of shape [:, chunks, LANES]."""
+    """Store the result of each lane of this program's chunk, at an index of a [:, chunks, LANES] buffer."""
     chunk, chunks = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     tl.store(p_partial + (index * chunks + chunk) * LANES + offsets(LANES), x)

@@ -10,7 +10,6 @@ from .arithmetic import bfloat16_to_float32, float32_to_bfloat16, fma, to_intege
 from .parse import EmulationError, Instruction, address, elements
 
 DTYPES = {"pred": np.dtype(bool), "bf16": np.dtype("u2"), "f32x2": np.dtype("u8")}
-DTYPES |= {"f16x2": np.dtype("u4"), "bf16x2": np.dtype("u4")}
 DTYPES |= {
     f"{kind}{8 * size}": np.dtype(f"{code}{size}")
     for kind, code in {"b": "u", "u": "u", "s": "i", "f": "f"}.items()
@@ -35,19 +34,6 @@ def _find(name: str) -> tuple[Callable, tuple[str, ...]] | None:
     return None
 
 
-def _high_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    if a.itemsize == 4:
-        return (a.astype(np.uint64) * b >> 32).astype(np.uint32)
-    return np.array([x * y >> 64 for x, y in zip(a.tolist(), b.tolist(), strict=True)], np.uint64)
-
-
-def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Rounded towards zero, for numbers where that is the floor."""
-    if (a < 0).any() or (b <= 0).any():
-        raise ArithmeticError("the emulator only divides numbers >= 0 by numbers > 0")
-    return a // b
-
-
 def _shift_left(a: np.ndarray, count: np.ndarray) -> np.ndarray:
     """PTX defines shifts by all bits or more, and numpy does not."""
     return np.where(count < 8 * a.itemsize, a << count.astype(a.dtype), 0).astype(a.dtype)
@@ -67,14 +53,11 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     r"fma\.rn\.(f32|f64|f32x2)": fma,
     r"div\.rn\.(f32|f64)": np.divide,
     r"neg\.(s32|s64|f64)": np.negative,
-    r"abs\.(f16|f32|f64)": np.abs,
-    r"abs\.(bf16)": lambda x: x & np.uint16(0x7FFF),
-    r"abs\.(f16x2|bf16x2)": lambda x: x & np.uint32(0x7FFF7FFF),
+    r"abs\.(f32|f64)": np.abs,
     r"add\.(s32|s64)": np.add,
     r"sub\.(s32|s64)": np.subtract,
     r"mul\.lo\.(s32|s64)": np.multiply,
-    r"div\.(s32)": _quotient,
-    r"mul\.hi\.(u32|u64)": _high_product,
+    r"mul\.hi\.(u32)": lambda a, b: (a.astype(np.uint64) * b >> 32).astype(np.uint32),
     r"mad\.lo\.(s32|s64)": lambda a, b, c: a * b + c,
     r"max\.(s32|u32)": np.maximum,
     r"and\.(b16|b32|b64|pred)": np.bitwise_and,
@@ -156,11 +139,8 @@ def _convert_pair(machine, operands, threads, kind):
 def _extract(machine, operands, threads, kind):
     """`length` bits of a number, from a position."""
     to, source, position, length = operands
-    position, length = int(position), int(length)
-    if position + length > 8 * DTYPES[kind].itemsize:
-        raise EmulationError(f"{length} bits from bit {position} are not within {kind}")
-    bits = machine.read(source, kind, threads) >> DTYPES[kind].type(position)
-    machine.write(to, bits & DTYPES[kind].type((1 << length) - 1), threads)
+    bits = machine.read(source, kind, threads) >> DTYPES[kind].type(int(position))
+    machine.write(to, bits & DTYPES[kind].type((1 << int(length)) - 1), threads)
 
 
 def _select(machine, operands, threads, kind):
@@ -202,19 +182,12 @@ def _part(machine, operand: str, bits: int, threads: np.ndarray) -> np.ndarray:
 
 
 def _load_parameter(machine, operands, threads, kind):
-    """Load a parameter by its name or address. Signed and unsigned integers are extended to wider registers."""
+    """Signed and unsigned integers are extended to wider registers."""
     to, source = operands
-    wide = DTYPES[kind[0] + machine.program.registers[to][1:]]
-    places, values = _addresses(machine, source, threads), np.empty(threads.size, wide)
-    names = {place: name for name, place in machine.places.items()}
-    for place in set(places.tolist()):
-        if place not in names:
-            raise EmulationError(f"{source} is not a parameter")
-        value = machine.parameters[names[place]]
-        if value.itemsize != DTYPES[kind].itemsize:
-            raise EmulationError(f"parameter {names[place]} is not of the size of {kind}")
-        values[places == place] = value.view(DTYPES[kind]).astype(wide)
-    machine.write(to, values, threads)
+    name, wide = source.strip("[]"), DTYPES[kind[0] + machine.program.registers[to][1:]]
+    if name not in machine.parameters or machine.parameters[name].itemsize != DTYPES[kind].itemsize:
+        raise EmulationError(f"{source} is not a parameter of the size of {kind}")
+    machine.write(to, np.full(threads.size, machine.parameters[name].view(DTYPES[kind]).astype(wide)), threads)
 
 
 def _load(machine, operands, threads, count, kind):
@@ -246,7 +219,7 @@ ACTIONS: dict[str, Callable] = {
     r"st\.global(?:\.v([248]))?\.(b16|b32|b64)": _store,
     r"mov\.([bu]16|[bu]32|[bu]64|pred)": _move,
     r"selp\.([bf]16|[bf]32|[bf]64)": _select,
-    r"bfe\.(u32|u64)": _extract,
+    r"bfe\.(u32)": _extract,
     r"(?:mul|mad)\.wide\.([us])32": _multiply_wide,
     r"cvt\.rn\.(f16x2|bf16x2)\.f32": _convert_pair,
     **{pattern: _operate(operation) for pattern, operation in OPERATIONS.items()},

@@ -2,8 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Collection
 
 import torch
 from gpu_targets import Launch, launching
@@ -29,7 +28,7 @@ def emulating(target, unordered: Collection[str] = (), last: int | None = None, 
 
 def _execute(launch: Launch, unordered: Collection[str], last: int | None, before: int) -> None:
     memory, addresses, arguments = Memory(), {}, []
-    for name, value in _flattened(launch.arguments.items()):
+    for name, value in launch.arguments.items():
         if isinstance(value, torch.Tensor):
             start, end = value.data_ptr(), value.data_ptr() + value.nbytes
             if (start, end) not in addresses:
@@ -43,15 +42,6 @@ def _execute(launch: Launch, unordered: Collection[str], last: int | None, befor
     (grid,) = launch.grid
     programs = range(0 if last is None else grid - last, grid)
     machine.run(parse_once(launch.compiled.asm["ptx"]), programs, arguments, memory)
-
-
-def _flattened(arguments: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Each entry of a tuple is a parameter."""
-    for name, value in arguments:
-        if isinstance(value, tuple):
-            yield from _flattened((name, x) for x in value)
-        else:
-            yield name, value
 
 
 def _flat(x: torch.Tensor, name: str):

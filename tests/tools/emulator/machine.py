@@ -9,9 +9,6 @@ from .instructions import DTYPES, execute, is_known
 from .memory import Memory
 from .parse import EmulationError, Program
 
-PARAMETERS = 1 << 60
-"""The address of the first parameter. Parameters have their own address space."""
-
 
 class Machine:
     """All threads of all programs are one vector. An instruction is executed by the threads that have reached it."""
@@ -34,7 +31,6 @@ class Machine:
             name: _parameter(value, DTYPES[kind])
             for (name, kind), value in zip(program.parameters.items(), padded, strict=True)
         }
-        self.places = {name: PARAMETERS + 8 * i for i, name in enumerate(self.parameters)}
         self.values: dict[str, np.ndarray] = {}
         self.unwritten: dict[str, np.ndarray] = {}
         """Which threads have not written to a register that others have written to."""
@@ -82,8 +78,6 @@ class Machine:
             if values.itemsize != dtype.itemsize:
                 raise EmulationError(f"register {operand} is not of the size of {kind}")
             return (values if self._are_all(threads) else values[threads]).view(dtype)
-        if operand in self.places:
-            return np.full(threads.size, self.places[operand], np.uint64).view(dtype)
         if operand in self.special:
             return self.special[operand][threads].astype(dtype)
         return np.full(threads.size, _constant(operand, dtype))
