@@ -106,8 +106,9 @@ def test_a_half_step_that_is_wrong_is_not_timed(direction, monkeypatch):
 
 
 def test_tables_are_written_between_their_marks(tmp_path):
-    (tmp_path / "machine.json").write_text('{"cores": 2, "device": "X, 2 threads", "torch": "2.13.0+cpu"}')
+    (tmp_path / "machine.json").write_text('{"cores": 2, "device": "X", "torch": "2.13.0+cpu"}')
     text = "a\n<!-- numbers: machine -->\nold\n<!-- /numbers -->\nb\n"
+    assert pages.filled("../bench/results/y-z/a-dark.png", tmp_path) == f"../bench/results/{tmp_path.name}/a-dark.png"
     assert "-->\nMeasured on 2 cores of an X with torch 2.13.0.\n<!--" in pages.filled(text, tmp_path)
     assert "-->\n<!--" in pages.filled(text.replace("machine", "step.brief"), tmp_path)
     assert markdown(["a", "b"], [["1", "nan"]]) == "| a   | b   |\n| --- | --- |\n| 1   |     |"
@@ -116,11 +117,11 @@ def test_tables_are_written_between_their_marks(tmp_path):
 @pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
 def test_the_numbers_of_the_pages_were_measured(page):
     text = page.read_text(encoding="utf-8")
-    assert pages.filled(text) == text, "run python bench/pages.py"
+    assert pages.filled(text, pages.quoted()) == text, "run python bench/pages.py"
 
 
 def test_measurements_are_of_a_commit():
-    rows = [row for path in pages.RESULTS.glob("*.csv") for row in Results(path).rows]
+    rows = [row for path in pages.quoted().glob("*.csv") for row in Results(path).rows]
     assert not [row for row in rows if row.commit.endswith("-dirty")]
 
 
