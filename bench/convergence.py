@@ -146,6 +146,8 @@ def measure(results, quick):
         with torch.enable_grad():
             f, seen, x = problem(block)
         found, runs = methods(f, seen), {}
+        for coefficient, value in found["revdeq, tuned"].pair.items():
+            results.add(f"convergence, {block}", "revdeq, tuned", TUNED_AT, coefficient, [value])
         for name, method in found.items():
             residuals = method.residuals(x)
             last = next((k for k, size in residuals.items() if size <= min(TARGETS.values())), MOST)
@@ -177,6 +179,15 @@ def table(results):
             cells += [reached, "nan" if seconds != seconds else f"{1e3 * seconds:.0f} ms"]
             rows.append([block if name == next(iter(STYLES)) else "", name, *cells])
     return markdown(header, rows)
+
+
+def pairs(results):
+    """What tune found."""
+    rows = []
+    for block in (block for block in EXAMPLES if results.methods(f"convergence, {block}")):
+        pair = (results.median(f"convergence, {block}", "revdeq, tuned", TUNED_AT, c) for c in ("beta", "gamma"))
+        rows.append([block, *(f"{value:.2f}" for value in pair)])
+    return markdown(["tuned", "beta", "gamma"], rows)
 
 
 def picture(results):

@@ -4,7 +4,8 @@
     python bench/depth.py --quick    # half a minute: three depths, without resident memory
 
 memory: the largest number of bytes in tensors that were alive at the same time.
-resident: the peak of the process's resident memory during two steps, in a fresh process with the default malloc.
+resident: the peak of the process's resident memory during two steps, in a fresh process with the default malloc. Its
+    slope for a tiny state is the memory that autograd's nodes take.
 reconstruction error: of what f reads in the backward pass against what it read in the forward pass, relative, the
     worst of all evaluations. 0 is bit for bit.
 gradient error: relative, over all parameters, against a stored graph in float64. Every method computes in float32.
@@ -31,6 +32,7 @@ from revdeq.models import ConvBlock
 
 SHAPE, RESIDENT_SHAPE, BETA = (8, 32, 32, 32), (16, 32, 32, 32), 0.5
 DEPTHS, RESIDENT_DEPTHS = (1, 2, 4, 8, 16, 32, 48, 64), (4, 16, 32, 48)
+TINY_SHAPE, TINY_DEPTHS = (1, 32, 2, 2), (1000, 2000)
 QUICK_DEPTHS = (4, 16, 64)
 QUANTITIES = {
     "bytes": "memory, MiB",
@@ -98,15 +100,16 @@ def reconstruction_error(method, n, f, x, seed):
     return compared.worst
 
 
-def resident(name, n):
+def resident(name, n, shape=RESIDENT_SHAPE):
     """In a fresh process."""
-    command = [sys.executable, __file__, "--resident", name, str(n)]
+    command = [sys.executable, __file__, "--resident", name, str(n), *map(str, shape)]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def print_resident(name, n):
+def print_resident(name, n, *shape):
+    warnings.simplefilter("ignore", revdeq.ReconstructionWarning)
     torch.set_num_threads(1)
-    f, x, seed = problem(RESIDENT_SHAPE)
+    f, x, seed = problem(shape)
     for _ in range(2):
         step(METHODS[name], n, f, x, seed)
     (peak,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
@@ -127,13 +130,17 @@ def measure(results, quick):
             if name.startswith("revdeq"):
                 error = reconstruction_error(method, n, *problem(single))
                 results.add("depth", name, n, "reconstruction error", [error])
-    for n in RESIDENT_DEPTHS if DEVICE.type == "cpu" and sys.platform == "linux" and not quick else ():
-        for name in METHODS:
-            results.add("depth", name, n, "resident bytes", [resident(name, n)])
+    if DEVICE.type == "cpu" and sys.platform == "linux" and not quick:
+        for n in RESIDENT_DEPTHS:
+            for name in METHODS:
+                results.add("depth", name, n, "resident bytes", [resident(name, n)])
+        few, many = TINY_DEPTHS
+        grown = resident("revdeq", many, TINY_SHAPE) - resident("revdeq", few, TINY_SHAPE)
+        results.add("nodes", "revdeq", many, "bytes per evaluation", [grown / (2 * (many - few))])
 
 
 def table(results, depths=None, quantities=tuple(QUANTITIES)):
-    depths = depths or sorted({row.size for row in results.rows})
+    depths = depths or sorted({row.size for row in results.rows if row.benchmark == "depth"})
     rows = []
     for quantity in quantities:
         title = QUANTITIES[quantity]
@@ -145,6 +152,11 @@ def table(results, depths=None, quantities=tuple(QUANTITIES)):
             if found:
                 rows.append([f"{title}: {name}", *shown])
     return markdown(["conv block, beta .5", *(f"N = {n}" for n in depths)], rows)
+
+
+def nodes(results):
+    taken = results.median("nodes", "revdeq", TINY_DEPTHS[1], "bytes per evaluation")
+    return f"Autograd's nodes take {taken / 1e3:.0f} KB of the process's memory per evaluation of this block."
 
 
 def exactness(results):
@@ -180,6 +192,6 @@ def picture(results):
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--resident"]:
-        print_resident(sys.argv[2], int(sys.argv[3]))
+        print_resident(sys.argv[2], *map(int, sys.argv[3:]))
     else:
         main(__doc__, measure, table)

@@ -112,7 +112,14 @@ METHODS = {
     "deep supervision, revdeq.steps": supervised_by_steps,
     "deep supervision, revdeq with aux": supervised_by_aux,
 }
-COLORS = ("#8a8f98", "#f2a541", "#2f7ed8", "#13b5b1", "#9b5de5")
+LOOKS = (
+    {"color": "#8a8f98", "marker": "o", "markersize": 4},
+    {"color": "#f2a541", "marker": "s", "markersize": 5},
+    {"color": "#2f7ed8", "marker": "o", "markersize": 4},
+    {"color": "#13b5b1", "marker": "x", "markersize": 9},
+    {"color": "#9b5de5", "marker": "o", "markersize": 11, "fillstyle": "none"},
+)
+"""Where lines coincide, every marker can still be seen."""
 
 
 def problem():
@@ -155,10 +162,10 @@ def picture(results):
     panels, titles = figure.subplots(1, 2, sharey=True), ("a loss on the last state", "a loss on every second state")
     for axes, title, deep in zip(panels, titles, (False, True), strict=True):
         names = [name for name in METHODS if name.startswith("deep") == deep]
-        for name, color in zip(names, COLORS, strict=False):
+        for name, look in zip(names, LOOKS, strict=False):
             found = results.by_size("looped", name, "bytes")
             label = name.removeprefix("deep supervision, ")
-            axes.plot(list(found), [v / 2**20 for v in found.values()], "o-", color=color, label=label, markersize=4)
+            axes.plot(list(found), [v / 2**20 for v in found.values()], label=label, **look)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter("{x:g}")

@@ -3,7 +3,7 @@ bench/results/<device>/.
 
     make bench                 # all of them but the evidence: a quarter of an hour on two cores
     make bench ONLY=step       # one of update, step, depth, convergence, looped, host
-    make bench QUICK=1         # a minute or two; nothing is kept
+    make bench QUICK=1         # some minutes; nothing is kept
 """
 
 import argparse

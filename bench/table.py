@@ -121,8 +121,7 @@ def device() -> torch.device:
 
 
 def device_name() -> str:
-    name = _device.name(device())
-    return name if device().type != "cpu" else f"{name}, {torch.get_num_threads()} threads"
+    return _device.name(device())
 
 
 def results_folder() -> Path:

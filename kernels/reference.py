@@ -55,7 +55,7 @@ def gradient(f: Function, y: Tensor, z: Tensor, grad: Tensor, beta: float, steps
 
 
 @torch.enable_grad()
-def evaluate(f: Function, read: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+def evaluate(f: Function, read: Tensor, seed: Tensor) -> tuple[Tensor, Any]:
     """f, and the product of the seed with its derivative."""
     output = f(read.requires_grad_())
     output.backward(seed)

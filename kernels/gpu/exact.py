@@ -162,6 +162,6 @@ class HalfStep(reference_exact.HalfStep):
         launch(_relax_kernel, block, (*tensors, self.alarm, partial), self._forward, (self.step.unit,))
 
     def _invert(self, f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints, compared: Compared) -> None:
-        tensors, spill = (self.state, f_z, z, copy, *adjoints), self._take_back() if compared is None else None
-        block, compared = (BLOCK, (None, None)) if compared is None else (None, compared)
-        launch(_invert_kernel, block, (*tensors, spill, *compared), self._backward, (self.step.unit,))
+        block, spill = (BLOCK, self._take_back()) if compared is None else (None, None)
+        tensors = self.state, f_z, z, copy, *adjoints, spill, *(compared or (None, None))
+        launch(_invert_kernel, block, tensors, self._backward, (self.step.unit,))

@@ -16,9 +16,8 @@ def loop(f: Callable[..., Any], z0: Any, *args: Any, times: int = 16, **options:
     gradients enabled state="exact".
 
     Each pass combines 63/64 f(z) with 1/64 of the state two passes before. Gradients are exact for this iteration.
-    docs/looped.md shows how close the result and its gradient are to plain looping, for an f that contracts, preserves
-    distances or expands. The exact state stores 8 bytes of remainders per element of z0 for every 5 steps (10 passes):
-    a fifth of what storing float32 states would take.
+    If f contracts, the result approaches that of plain looping. The exact state stores 8 bytes of remainders per
+    element of z0 for every 5 steps (10 passes): a fifth of what storing float32 states would take.
 
     Args:
         f, z0, args: As for `revdeq.solve`.

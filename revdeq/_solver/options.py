@@ -67,9 +67,10 @@ class Options:
         indexed: Whether f is called as f(z, *args, evaluation=k), with k = 0 ... 2 * max_steps - 1, in both passes.
         aux: Whether f returns a pair (state, aux). `Solution.aux` is the sum of aux over all evaluations; with
             aux="list", the list of them.
-        state: The format of y and z. "float64" is the paper's mixed precision; its reconstruction error grows like
-            |1 - beta|^-N. "exact" stores integers in the same 8 bytes, and its steps lose no bits: 1 - beta is rounded
-            to a fraction, and magnitudes must stay below 128 (or use `revdeq.Exact(fraction_bits=...)`).
+        state: The format of y and z. "float64" is the paper's mixed precision, whose inverse steps divide by 1 - beta,
+            which amplifies rounding errors. "exact" stores integers in the same 8 bytes, and its steps lose no bits:
+            1 - beta is rounded to a fraction, and magnitudes must stay below 128 (or use
+            `revdeq.Exact(fraction_bits=...)`).
         check: What to do if the backward pass fails to reconstruct z0, so that the gradient cannot be trusted: "warn",
             once per calling line, "raise", or None to skip the check.
         gradient: "exact" is the gradient of the iteration that ran. "implicit" is that of the fixed point, by the

@@ -1,4 +1,4 @@
-"""revdeq.solve: the fixed point of f by the reversible iteration, with exact gradients in constant memory."""
+"""revdeq.solve: the fixed point of f by the reversible iteration, with exact gradients in almost constant memory."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -79,7 +79,7 @@ def solve(
 
         y' = (1 - beta) y + beta f(z)        z' = (1 - beta) z + beta f(y')
 
-    from y = z = z0, unless y0 is given. The backward pass inverts each step, so memory does not grow with `max_steps`,
+    from y = z = z0, unless y0 is given. The backward pass inverts each step, so memory hardly grows with `max_steps`,
     and the gradient is that of the iteration that ran.
 
     Args:

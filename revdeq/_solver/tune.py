@@ -1,4 +1,4 @@
-"""revdeq.tune: the coefficients with which the iteration of a given f converges fastest.
+"""revdeq.tune: coefficients with which the iteration of a given f converges faster.
 
 Near the fixed point, an eigenvalue l of f's Jacobian becomes L = 1 - gamma + gamma l, and an evaluation multiplies
 its error by the roots of

@@ -71,8 +71,8 @@ def verify(
 ) -> Report:
     """Check whether the gradient of a given f is exact, and if not, why.
 
-    Runs a forward and a backward pass, hashes every input and output of f, and compares both passes. It stores only 16
-    bytes per evaluation. All steps are compared, regardless of `keep`.
+    Runs a forward and a backward pass, hashes every input and output of f, and compares both passes. All steps are
+    compared, regardless of `keep`.
 
     Args:
         f, z0, args, kwargs, options: As for `revdeq.solve`.

@@ -1,7 +1,6 @@
 """Two processes, each with half of the batch, compute the gradient of one process with all of it, and share the tuned
 coefficients."""
 
-import copy
 import importlib
 import os
 import socket
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from plain import Block
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,15 +31,6 @@ class Model(nn.Module):
         x = self.encoder(x)
         z = self.deq(x) + revdeq.solve(lambda z: torch.tanh(self.closure(z) + x), torch.zeros_like(x)).z
         return self.head(self.unused(z) if use_all else z)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, z, x):
-        return torch.tanh(self.linear(z) + x)
 
 
 def data():
@@ -67,20 +58,14 @@ def share(rank):
     return data()[4 * rank : 4 * rank + 4]
 
 
-def check_ddp(rank):
+def check_ddp_with_gradient_accumulation(rank):
     for unused in (False, True):
         model = DistributedDataParallel(Model(), find_unused_parameters=unused)
-        model(share(rank), not unused).square().mean().backward()
+        first, second = share(rank).split(2)
+        with model.no_sync():
+            (model(first, not unused).square().mean() / 2).backward()
+        (model(second, not unused).square().mean() / 2).backward()
         agree(gradients(model.module), alone(use_all=not unused))
-
-
-def check_gradient_accumulation(rank):
-    model = DistributedDataParallel(Model())
-    first, second = share(rank).split(2)
-    with model.no_sync():
-        (model(first, True).square().mean() / 2).backward()
-    (model(second, True).square().mean() / 2).backward()
-    agree(gradients(model.module), alone(use_all=True))
 
 
 def check_fsdp(rank):
@@ -97,25 +82,6 @@ def check_fsdp(rank):
     model(share(rank), True).square().mean().backward()
     full = {name: p.grad.full_tensor() / whole for name, p in model.named_parameters()}
     agree(full, alone(use_all=True))
-
-
-def check_tensor_parallel_modules_inside_f(rank):
-    """Each process has half of every layer of f, and the whole state."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
-    parallel = copy.deepcopy(whole)
-    parallelize_module(parallel, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    x = data()
-    for state in ("float64", "exact"):
-        for f in (whole, parallel):
-            f.zero_grad()
-            z = revdeq.solve(lambda z: 0.5 * f(z) + x, torch.zeros_like(x), max_steps=4, state=state, check="raise").z  # noqa: B023
-            z.square().sum().backward()
-        ours = {name: p.grad.full_tensor() for name, p in parallel.named_parameters()}
-        agree(ours, gradients(whole))
 
 
 def pair(model):
@@ -180,10 +146,8 @@ def work(rank, port, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     try:
-        check_ddp(rank)
-        check_gradient_accumulation(rank)
+        check_ddp_with_gradient_accumulation(rank)
         check_fsdp(rank)
-        check_tensor_parallel_modules_inside_f(rank)
         if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):  # earlier ones gather nothing in an evaluation
             check_fully_shard_inside_f(rank)
         check_coefficients_are_the_same_everywhere(rank)
@@ -193,7 +157,7 @@ def work(rank, port, folder):
     os._exit(0)  # torch's device meshes keep the group alive, and its threads can abort a process at exit
 
 
-def test_ddp_fsdp_and_tensor_parallel_modules_with_two_processes(tmp_path):
+def test_ddp_and_fsdp_with_two_processes(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

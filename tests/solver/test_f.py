@@ -145,6 +145,17 @@ class May:
         mean, (a, b) = torch.tanh(e).mean(0), e.split([2, D - 2], -1)
         return lambda z, x: torch.tanh(0.5 * f(z) + torch.cat([b, a], -1)) + 0.2 * mean + 0.1 * x, encoder, f
 
+    def capture_what_a_layer_of_its_own_and_a_solve_inside_use():
+        f, inner, given = linear(), parametrizations.weight_norm(linear()), torch.randn(3, D)
+        h = f(given)
+        m = torch.tanh(inner(h) * inner.bias)
+
+        def step(z, x):
+            w = revdeq.solve(lambda w: torch.tanh(0.3 * inner(w) + m + h), torch.zeros_like(z), max_steps=2).z
+            return torch.tanh(0.5 * f(z) + w + h) + x
+
+        return step, f, inner
+
     def have_sparse_gradients_and_complex_parameters():
         tables = nn.Embedding(9, D, sparse=True), nn.Embedding(9, D, scale_grad_by_freq=True, padding_idx=2)
         words, matrix = torch.tensor([1, 2, 1]), torch.eye(3).to_sparse().requires_grad_()
@@ -250,7 +261,7 @@ class May:
 MAY = [x for key, x in vars(May).items() if not key.startswith("__")]
 
 
-@pytest.mark.parametrize(("case", "settings"), [*in_turn(MAY, SETTINGS), *in_turn(MAY[8::3], SETTINGS[1:3])])
+@pytest.mark.parametrize(("case", "settings"), [*in_turn(MAY, SETTINGS), *in_turn(MAY[9::3], SETTINGS[1:3])])
 def test_f_may(case, settings):
     """Larger coefficients amplify the resolution of an exact state."""
     found, coefficients = [], {k: v for k, v in settings.items() if k in ("beta", "gamma")}
@@ -381,10 +392,9 @@ def test_a_loss_may_use_what_any_evaluation_stored(i, settings, alone):
     agree(*found)
 
 
-@pytest.mark.parametrize("settings", [{"keep": 5}, EXACT], ids=str)
-def test_losses_one_after_the_other(settings):
+def test_losses_one_after_the_other():
     found = []
-    for run in (solver(**settings), reference):
+    for run in (solver(keep=5), solver(**EXACT), reference):
         torch.manual_seed(0)
         f, layer, kept = storing()
         z = run(f, zeros()).z
@@ -477,8 +487,7 @@ def test_autocast(where):
     assert seen == {torch.float32 if "off" in where else torch.bfloat16}
 
 
-@pytest.mark.parametrize("state", ["float64", "exact"])
-def test_an_f_that_differentiates_itself_is_repeated_bit_for_bit_under_autocast(state):
+def test_an_f_that_differentiates_itself_is_repeated_bit_for_bit_under_autocast():
     """Autocast shares the cast of a leaf, but not that of another tensor, whose gradients are summed in float32."""
     f, g, x = linear(), linear(), torch.randn(3, D)
 
@@ -487,8 +496,8 @@ def test_an_f_that_differentiates_itself_is_repeated_bit_for_bit_under_autocast(
         return 0.5 * z - 0.2 * torch.autograd.grad((f(z).tanh() + g(z).sin()).sum(), z, create_graph=True)[0]
 
     with cast():
-        assert revdeq.verify(step, point(), max_steps=STEPS, state=state).exact
-        assert revdeq.verify(step, f(x).float(), max_steps=STEPS, state=state).exact
+        assert revdeq.verify(step, point(), max_steps=STEPS).exact
+        assert revdeq.verify(step, f(x).float(), max_steps=STEPS, state="exact").exact
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -657,7 +666,7 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize(("what", "when"), [*in_turn(UNREADABLE, [0, 1, 4]), *in_turn(UNREADABLE, [1, 4, 0])])
+@pytest.mark.parametrize(("what", "when"), [*in_turn(UNREADABLE, [0, 1, 4]), ("a wrapper", 4)])
 def test_tensors_that_kernels_cannot_read_are_refused(what, when):
     """As z0, the first output or a later one. In the reference: a kernel that reads an address that does not exist ends
     the process."""
@@ -968,9 +977,9 @@ def test_a_backward_pass_frees_what_f_captures_while_the_solution_is_alive(setti
         assert captured() is None
 
 
-@pytest.mark.parametrize("evaluation", [1, 2, 5, 9, 12])
+@pytest.mark.parametrize("evaluation", [1, 5, 12])
 def test_an_interruption_leaves_everything_as_it_was(evaluation):
-    """Ctrl-C in the first evaluation, later, and in the backward pass, of 8 evaluations each."""
+    """Ctrl-C in the first of 8 evaluations, later, and in the backward pass."""
     f, x, calls, solution, start = network(), point(), [], None, torch.get_rng_state()
 
     def interrupted(z):

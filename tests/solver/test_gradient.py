@@ -4,7 +4,6 @@ import pytest
 import torch
 from plain import Block, agree, gradients, reference
 from torch import nn
-from torch.nn.utils import parametrizations
 
 import revdeq
 from revdeq._device import peak_memory
@@ -86,52 +85,6 @@ def test_the_gradient_is_that_of_the_plain_loop(state, beta, gamma):
     tolerance = 1e-10 if state == "float64" else 2e-5
     torch.testing.assert_close((ours.y, ours.z), (expected.y, expected.z), rtol=0, atol=tolerance)
     agree(gradients(ours, z0, y0, x, f), gradients(expected, z0, y0, x, f), tolerance=tolerance)
-
-
-def captured_mean(model, x):
-    e = model[0](x)
-    m = e.mean(0)
-    return lambda z: torch.tanh(0.5 * model[1](z) + e) + m
-
-
-def captured_chain(model, x):
-    a = model[0](x)
-    b = a * model[2].bias
-    c = torch.sigmoid(model[2](b))
-    return lambda z: torch.tanh(0.3 * model[1](z) + a + b) * c
-
-
-def captured_layer_of_f(model, x):
-    h = model[1](x)
-    return lambda z: torch.tanh(0.5 * model[1](z) + h) + 0.1 * model[2](x)
-
-
-def captured_by_a_solve_inside(model, x):
-    e = model[0](x)
-    m = torch.tanh(e)
-
-    def f(z):
-        inner = revdeq.solve(lambda w: torch.tanh(0.3 * model[2](w) + m + e), torch.zeros_like(z), max_steps=2)
-        return torch.tanh(0.5 * model[1](z) + inner.z) + 0.1 * e
-
-    return f
-
-
-EXACT, KEEP = {"state": "exact", "beta": 0.8}, {"keep": 3}
-CAPTURED = [
-    *((captured_mean, {}), (captured_chain, EXACT), (captured_layer_of_f, KEEP), (captured_by_a_solve_inside, {})),
-    *((captured_mean, KEEP), (captured_chain, {"keep": 8, "gamma": 0.8}), (captured_by_a_solve_inside, EXACT)),
-]
-
-
-@pytest.mark.parametrize(("case", "settings"), CAPTURED, ids=lambda x: getattr(x, "__name__", None))
-def test_a_common_source_of_captured_tensors_gets_the_right_gradient(case, settings):
-    model, x = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), torch.randn(3, 6)
-    model.append(parametrizations.weight_norm(nn.Linear(6, 6)))
-    ours = revdeq.solve(case(model, x), torch.zeros(3, 6), max_steps=4, check="raise", **settings)
-    coefficients = {k: v for k, v in settings.items() if k in ("beta", "gamma")}
-    expected = reference(case(model, x), torch.zeros(3, 6), **coefficients)
-    agree(gradients(ours, model), gradients(expected, model), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

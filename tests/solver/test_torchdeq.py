@@ -5,15 +5,11 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from plain import agree
 from torch import nn
 
 torchdeq = pytest.importorskip("torchdeq", reason="torchdeq is not installed")
 
-from torchdeq.dropout import VariationalDropout1d  # noqa: E402
-from torchdeq.loss import fp_correction, jac_reg  # noqa: E402
-from torchdeq.norm import apply_norm  # noqa: E402
 
 import revdeq.torchdeq  # noqa: E402
 from revdeq.baselines import stored_graph  # noqa: E402
@@ -141,55 +137,3 @@ def test_intermediate_states_have_exact_gradients(asked, evaluations):
     ours, theirs = (sum(0.8**k * o.square().sum() for k, o in enumerate(each)) for each in (outs, expected))
     compare((ours, program), (theirs, program))
     assert len(program.eval()(X)[0]) == 1
-
-
-def test_intermediate_states_after_the_tolerance_is_reached():
-    outs, info = Program(core="reversible", f_max_iter=400, f_tol=1e-3, n_states=4)(X)
-    assert len(outs) == 4 and info["nstep"][0] < 100
-    assert all(torch.equal(out, outs[0]) for out in outs)
-    assert torch.equal(outs[0], Program(core="reversible", f_max_iter=400, f_tol=1e-3)(X)[0][-1])
-
-
-# What a program of torchdeq's zoo calls, with its arguments
-
-
-class LanguageModel(nn.Module):
-    """deq-lm and deq-seq: normalized weights, dropout that is one mask per forward pass, and a loss of the Jacobian."""
-
-    def __init__(self, args):
-        super().__init__()
-        torch.manual_seed(0)
-        self.args, self.deq = args, torchdeq.get_deq(args)
-        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
-        self.func = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), VariationalDropout1d(0.05), nn.Linear(6, 6))
-        apply_norm(self.func, args=args)
-
-    def forward(self, data, target, writer=None):
-        torchdeq.reset_deq(self)
-        u = self.embed(data)
-
-        def deq_func(z):
-            return torch.tanh(self.func(z + u))
-
-        z_out, info = self.deq(deq_func, torch.zeros_like(u), sradius_mode=False, backward_writer=writer)
-        jac_loss = jac_reg(deq_func(z_out[-1]), z_out[-1])
-        logits = [self.head(z).flatten(0, 1) for z in z_out]
-        loss = fp_correction(F.cross_entropy, (logits, target.flatten()), gamma=self.args.gamma)
-        return loss + self.args.jac_loss_weight * jac_loss, info
-
-
-def test_a_language_model_learns():
-    flags = "--norm_type weight_norm --ift --f_solver broyden --b_solver broyden --f_stop_mode rel --f_tol 1e-3 " \
-            "--f_max_iter 35 --jac_loss_weight 0.1"  # fmt: skip
-    model = LanguageModel(namespace(*flags.split(), lr=0.00025, dropout=0.05, n_layer=3, rev_check="raise"))
-    torch.manual_seed(0)
-    data, target = torch.randint(11, (2, 7)), torch.randint(11, (2, 7))
-    optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.03), []
-    for _ in range(15):
-        loss, info = model(data, target, writer=print)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
-    assert 2 <= info["nstep"][0] <= 36

@@ -375,10 +375,7 @@ WRONG = [
     (["cifar10-tiny", "--set", "solver=broyden"], "solver='broyden': it must be reversible or torchdeq"),
     (["cifar10-tiny", "--set", "evaluations=9"], "evaluations=9: it applies to solver=torchdeq; set max_steps"),
     (["cifar10-tiny", "--set", "beta=1"], "cannot be created for cifar10: beta = 1 must not be 1"),
-    (
-        ["cifar10-tiny", "--set", "batch=1000"],
-        "batch=1000: it must be a multiple of 1, the number of processes, and at ",
-    ),
+    (["cifar10-tiny", "--set", "batch=1000"], "batch=1000: it must be a multiple of 1, the number of processes"),
     (["wikitext2-tiny", "--set", "vocabulary=sene"], "vocabulary='sene': it must be full, or the number"),
     (["wikitext103-94m"], "has no wiki.train.tokens: put these files there, packed or unpacked, or pass --download"),
     (["cifar10-tiny", "--device", "gpu"], "--device gpu: this machine has cpu"),
@@ -405,10 +402,7 @@ def test_a_folder_with_another_run_is_left_alone(folder, tmp_path, command):
     trained(small(updates=3), folder, out)
     before = (out / "last.pt").read_bytes()
     for arguments, message in (
-        (
-            ["cifar10-tiny", "--data", folder],
-            "already exists: continue with --resume, or choose another folder with --out",
-        ),
+        (["cifar10-tiny", "--data", folder], "already exists: continue with --resume, or choose another"),
         (["cifar10-tiny", "--resume", "--set", "lr=0.1"], "lr=0.1: the run of .* has 0.003; leave it out"),
         (["wikitext2-tiny", "--data", folder, "--resume"], "preset='wikitext2-tiny': the run of .* has 'cifar10-tiny'"),
     ):
