@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .half_step import DTYPES, Coefficients, float32, layout, wide
+from .half_step import DTYPES, Coefficients, layout, wide
 
 
 def check_kinds(beta: Any, gamma: Any, dtype: Any, **tensors: Any) -> None:
@@ -36,7 +36,7 @@ def coefficients(beta: float, gamma: float) -> Coefficients:
     step = Coefficients.rounded(beta, gamma)
     if not math.isfinite(step.a):
         raise ValueError(f"beta = {beta} and gamma = {gamma} must be finite, and in the range of float32")
-    if float32(beta) == 1:
+    if abs(step.a) < 1e-6:
         raise ValueError(f"beta = {beta} must not be 1, because the inverse divides by 1 - beta: try 0.5 or 0.8")
     return step
 
