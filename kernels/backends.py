@@ -22,18 +22,14 @@ try:
 except ImportError:  # Triton exists on Linux only
     gpu = None
 
-
 Trouble: TypeAlias = tuple[str, str] | None
 """Why something cannot run, and what to do about it."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """An implementation of the half-steps.
-
-    devices: the types of devices that it is meant for. states: the class of half-steps of each state. trouble_on: why
-    it cannot run on a device, or None. repair: what to do if its bits differ from the reference.
-    """
+    """An implementation: the types of devices that it is meant for, the class of the half-steps of each state, why it
+    cannot run on a device, and what to do if its bits differ from the reference."""
 
     name: str
     title: str

@@ -7,14 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .half_step import DTYPES, Coefficients, float32, layout, wide
+from .half_step import DTYPES, Coefficients, layout, wide
 
 
 def check_kinds(beta: Any, gamma: Any, dtype: Any, **tensors: Any) -> None:
-    """Raise where torch's dispatcher would, but name the argument. Only z and other may be None."""
+    """Raise for what torch's dispatcher would hide or refuse, and name the argument. Only z and other may be None."""
     for name, x in tensors.items():
-        if not isinstance(x, Tensor) and (x is not None or name not in ("z", "other")):
+        if x is None and name in ("z", "other"):
+            continue
+        if not isinstance(x, Tensor):
             raise TypeError(f"{name} = {x!r} must be a tensor")
+        if x.layout is not torch.strided or x.is_nested:
+            raise TypeError(f"{name} is sparse or nested ({x.layout}): it must be a plain tensor")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient, which is not recorded: detach it, or use torch.no_grad()")
+        if name in ("y", "adjoint") and not torch.compiler.is_compiling() and x.is_neg():
+            raise ValueError(f"{name} has torch's negative bit, though it is written: use {name}.resolve_neg()")
     for name, number in (("beta", beta), ("gamma", gamma)):
         if not isinstance(number, (int, float)):
             raise TypeError(f"{name} = {number!r} must be a number")
@@ -28,7 +36,7 @@ def coefficients(beta: float, gamma: float) -> Coefficients:
     step = Coefficients.rounded(beta, gamma)
     if not math.isfinite(step.a):
         raise ValueError(f"beta = {beta} and gamma = {gamma} must be finite, and in the range of float32")
-    if float32(beta) == 1:
+    if abs(step.a) < 1e-6:
         raise ValueError(f"beta = {beta} must not be 1, because the inverse divides by 1 - beta: try 0.5 or 0.8")
     return step
 
@@ -66,16 +74,12 @@ def check_tensor(name: str, x: Tensor | None, y: Tensor, *dtypes: torch.dtype) -
     """Raise if x, the argument of this name, does not fit the state y."""
     if x is None:
         raise ValueError(f"{name} = None must be a tensor where gamma is not 1")
-    if x.layout is not torch.strided or x.is_nested:
-        raise TypeError(f"{name} is sparse or nested ({x.layout}): it must be a plain tensor")
     if x.dtype not in dtypes:
         raise TypeError(f"{name} is {x.dtype}: it must be {' or '.join(map(str, dtypes))}; convert it with {name}.to")
     if x.shape != y.shape:
         raise ValueError(f"{name} has the shape {tuple(x.shape)}: it must be that of the state, {tuple(y.shape)}")
     if x.device != y.device:
         raise ValueError(f"{name} is on {x.device}: it must be on the device of the state, {y.device}")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} requires a gradient, which is not recorded: detach it, or use torch.no_grad()")
 
 
 def check_memory(y: Tensor, used: Inputs) -> None:

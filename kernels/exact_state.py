@@ -43,11 +43,10 @@ class ExactState:
         radix = Radix.nearest(beta, fraction_bits, gamma)
         if radix.p >= radix.d:
             raise ValueError(f"beta = {beta}: 1 - beta must be close to a fraction other than 0 and 1 with d <= 64")
-        y = y.detach()
         check_tensor("y", y, y, *DTYPES)
         check_memory(y, {})
-        self._gamma = gamma
-        self._half_step: Any = backend_for(y.device).states["exact"].encoded(y, radix)
+        states: Any = backend_for(y.device).states
+        self._gamma, self._half_step = gamma, states["exact"].encoded(y, radix)
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """The numbers of the state, as f reads them."""

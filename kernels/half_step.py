@@ -2,7 +2,7 @@
 
     y' = (1 - beta) y + beta g(z)        g(z) = (1 - gamma) z + gamma f(z)
 
-that is, y' = a y + b f(z) + c z. The coefficients are constant.
+that is, y' = a y + b f(z) + c z.
 """
 
 import ctypes
@@ -17,8 +17,8 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The dtypes that f may read and return."""
 
 LANES = 256
-"""Norms are summed in chunks of some rows of LANES elements, in memory order: each lane adds its rows in order, and a
-chunk has LANES partial sums. The order is the same in all backends, and a GPU needs no shared memory and no barrier."""
+"""Norms are summed in chunks of some rows of LANES elements, in memory order. Each lane adds its rows in order, so that
+the bits are the same in all backends, and a GPU needs no shared memory and no barrier."""
 
 MANY = 2**20
 """Fewer elements have small chunks, or multiprocessors would be idle: an H100 has 132."""
@@ -36,7 +36,7 @@ def chunks_of(n: int) -> int:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Those of a half-step of a float64 state. With c = 0, as in the paper, z is not read."""
+    """The coefficients of a half-step of a float64 state. With c = 0, as in the paper, z is not read."""
 
     a: float
     b: float

@@ -19,8 +19,7 @@ from . import half_step
 from .half_step import LANES, Adjoints, Coefficients, Compared, chunks_of, rows_of
 
 Function: TypeAlias = Callable[[Tensor], Tensor]
-operators = torch.ops.revdeq
-"""Those of operators.py."""
+operators = torch.ops.revdeq  # those of operators.py
 
 
 @torch.no_grad()

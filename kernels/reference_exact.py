@@ -13,7 +13,6 @@ and otherwise gamma f + (1 - gamma) z, with z what f read: in float64 if f or z 
 gamma and 1 - gamma rounded to that dtype, and each operation rounded once.
 
 R grows by a factor of d / p per half-step. Before it overflows 32 bits, it is spilled to a buffer and restarts from 0.
-
 f reads Y 2^-G, rounded to its dtype. No tensor is float64 unless f's are.
 """
 

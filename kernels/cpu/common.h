@@ -107,9 +107,7 @@ typedef struct {
 } call;
 
 /* Elements [from, from + n) of the state, which are number `chunk` of so many. */
-typedef struct {
-    int64_t chunk, chunks, from, n;
-} part;
+typedef struct { int64_t chunk, chunks, from, n; } part;
 
 /* Runs a function for every chunk, and returns whether it did for any. A parallel region with one thread would cost
  * 0.7 us, as much as 2,000 elements. */

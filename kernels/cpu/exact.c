@@ -10,9 +10,7 @@
  * only these conversions depend on dtypes. */
 #include "common.h"
 
-typedef struct {
-    int32_t from, to, sign, weight;
-} radix;
+typedef struct { int32_t from, to, sign, weight; } radix;
 
 INLINE radix radix_of(const call *c) {
     if (c->inverse)

@@ -6,8 +6,8 @@ its magnitude after the first step, or to the typical magnitude of its tensor if
 1e-4. Not detected are errors in elements much smaller than is typical of their tensor, and errors that f contracts away
 in the backward pass: `revdeq.verify` compares every evaluation.
 
-On the CPU a verdict is immediate. On other devices, whose values are still being computed, it comes when the first
-solve begins after the value has arrived, or at exit, so that no solve waits.
+On the CPU a verdict is immediate. On a GPU it comes when the first solve begins after its numbers have arrived, or at
+exit, so that no solve waits.
 """
 
 import atexit
@@ -31,8 +31,8 @@ UNSETTLED = 0.1
 """The largest accepted relative change of an adjoint in its last step: stochastic gradients vary by more."""
 
 LARGEST_GROWTH = 1000.0
-"""The largest growth of the adjoint without a warning. Models that learned well had up to 250 at the start of training;
-a recursive model that learned nothing had 2,000."""
+"""The largest growth of the adjoint without a warning: models that learned well had up to 250, one that learned nothing
+had 2,000."""
 
 ATOMICS = (
     "On a GPU, index_add, scatter and similar operations sum in any order: torch.use_deterministic_algorithms(True) "
@@ -95,10 +95,6 @@ class Check:
     site: tuple[str, int]
     precision: Any
 
-    @property
-    def setting(self) -> str:
-        return f"beta = {self.precision.step.beta:.6g}, N = {self.options.max_steps} steps"
-
     def judge(self, maxima: Sequence[Tensor], norms: Tensor, statistics: Statistics) -> None:
         """Check a reconstruction: the partial maxima of `invert_compare`, and the squared norms of the last change of z
         and of z, which are read only if it failed; and the growth of the adjoint."""
@@ -108,23 +104,21 @@ class Check:
 
     def _decide(self, norms: Tensor, count: int, last: int, b: float, values: list[float]) -> None:
         if wrong := [rho for rho in values[:count] if not rho <= LIMIT]:
-            self._tell(
+            text = (
                 f"the backward pass failed to reconstruct z0: the relative error is {max(wrong):.1e}, above the limit "
-                f"of {LIMIT:.0e} ({self.setting}), so the gradient of this solve is not exact. {self._cause(norms)}",
-                ReconstructionError,
-                ReconstructionWarning,
+                f"of {LIMIT:.0e}, so the gradient of this solve is not exact. {self._cause(norms)}"
             )
+            self._tell(text, ReconstructionError, ReconstructionWarning)
             return
         before, after = math.hypot(*values[count : count + last]), math.hypot(*values[count + last :]) / b
         # An infinite gradient of a scaled loss is up to its GradScaler.
         if math.isfinite(before) and not after <= LARGEST_GROWTH * before and last:
-            self._tell(
-                f"the gradient grew from {before:.1e} at the last step to {after:.1e} at the first ({self.setting}): "
-                "it is exact, but f expands, so that the gradient explodes with more steps and is dominated by the "
-                "first ones. Damp f with gamma < 1 (0.25 to 0.5), or take fewer steps",
-                None,
-                ConvergenceWarning,
+            text = (
+                f"the gradient grew from {before:.1e} at the last step to {after:.1e} at the first: it is exact, but f "
+                "expands, so that the gradient explodes with more steps and is dominated by the first ones. Damp f "
+                "with gamma < 1 (0.25 to 0.5), or take fewer steps"
             )
+            self._tell(text, None)
 
     def _cause(self, norms: Tensor) -> str:
         other = "f does not return the same result when it is called again (its own generator? a counter?)"
@@ -144,32 +138,28 @@ class Check:
 
     def judge_adjoint(self, change: Tensor, size: Tensor) -> None:
         """Check gradient="implicit": the last change of the adjoint, unless the incoming gradient is infinite."""
-        report([change, size], self._decide_adjoint)
 
-    def _decide_adjoint(self, values: list[float]) -> None:
-        change, size = values
-        if math.isfinite(size) and not change <= UNSETTLED:
-            self._tell(
-                f"the adjoint equation of gradient='implicit' is not solved: the relative change of the last step is "
-                f"{change:.1e}, above the limit of {UNSETTLED:g} ({self.setting}), so the gradient is not the fixed "
-                "point's. Take more steps, find better coefficients with revdeq.tune, or use gradient='exact'"
-            )
+        def decide(values: list[float]) -> None:
+            if math.isfinite(values[1]) and not values[0] <= UNSETTLED:
+                self._tell(
+                    f"the adjoint equation of gradient='implicit' is not solved: its last step changed the adjoint by "
+                    f"{values[0]:.1e}, more than {UNSETTLED:g}, so the gradient is not the fixed point's. Take more "
+                    "steps, find better coefficients with revdeq.tune, or use gradient='exact'"
+                )
+
+        report([change, size], decide)
 
     def judge_gap(self, gap: float) -> None:
         """Check the relative distance of y and z when tol is met."""
         if gap > math.sqrt(self.options.tol):
             self._tell(
-                f"y and z converge to two different points, at a relative distance of {gap:.1e} ({self.setting}): z is "
-                "not a fixed point. Try gamma < 1, or revdeq.tune"
+                f"y and z converge to two different points, at a relative distance of {gap:.1e}: z is not a fixed "
+                "point. Try gamma < 1, or revdeq.tune"
             )
 
-    def _tell(
-        self,
-        text: str,
-        error: type[Exception] | None = ConvergenceError,
-        warning: type[Warning] = ConvergenceWarning,
-    ) -> None:
+    def _tell(self, text: str, error: Any = ConvergenceError, warning: type[Warning] = ConvergenceWarning) -> None:
         """Raise, or warn once per calling line."""
+        text += f" (beta = {self.precision.step.beta:.6g}, N = {self.options.max_steps} steps)"
         if self.options.check == "raise" and error is not None:
             raise error(text)
         if (*self.site, warning) not in _already_warned:
@@ -185,11 +175,11 @@ def typical_magnitude(x: Tensor) -> Tensor:
     hardly move: float32, 0-d, on the device of x, above 0."""
     count = min(x.numel(), SAMPLE)
     stride = 1 if count < SAMPLE else (x.numel() // SAMPLE - 1) | 1  # odd, to see all features
-    sample = x.detach().as_strided((count,), (stride,)).float()
+    sample = x.as_strided((count,), (stride,)).float()
     return torch.linalg.vector_norm(sample, 0.25).mul_(float(count or 1) ** -4).clamp_(min=1e-30)
 
 
-SAMPLE = 256
+SAMPLE = 64
 
 
 def call_site() -> tuple[str, int]:

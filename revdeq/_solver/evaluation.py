@@ -6,7 +6,7 @@ the nodes of the graph find them there. torch.utils.checkpoint does the same, bu
 reconstructed here.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -37,7 +37,6 @@ class Evaluation(dict[int, Tensor]):
         needs = [x.requires_grad for x in read]
         self._needs = [] if all(needs) else needs
         try:
-            # The first evaluation notices whether f computes derivatives.
             with saved_tensors_hooks(self._pack, self.__getitem__ if self.k else self._first_unpack):
                 outputs = f(read, self.k)
             self._refuse_changes("inside f, after an operation had saved it: write x = x.add(y) instead of x.add_(y)")
@@ -50,22 +49,21 @@ class Evaluation(dict[int, Tensor]):
     def repeat(self, f: Repeatable, read: State) -> State:
         """Evaluate f once more in the backward pass, to have its saved tensors. Return its outputs."""
         if self._needs or not read[0].requires_grad:
-            pairs = zip(read, self._needs or [True] * len(read), strict=True)
-            read = [x if x.requires_grad == needs else x.detach().requires_grad_(needs) for x, needs in pairs]
+            needs = self._needs or [True] * len(read)
+            read = [x.detach().requires_grad_(needed) for x, needed in zip(read, needs, strict=True)]
         # Only an f that computes derivatives uses the graph of its repetition. Autocast would share the cast of a leaf,
         # which sums gradients in its precision; what f read was a leaf only in the first evaluation.
         if f.differentiates and self.k:
             read = [x.view_as(x) for x in read]
-        again, saved = Evaluation(self.k), list[Tensor]()
-        hooks = (again._pack, again.__getitem__) if f.differentiates else (saved.append, _gone)
+        saved: Any = Evaluation(self.k) if f.differentiates else []
+        hooks = (saved._pack, saved.__getitem__) if f.differentiates else (saved.append, _gone)
         try:
             with saved_tensors_hooks(*hooks):
                 outputs = f(read, self.k)
             f.aux = None
-            self.update(again or enumerate(saved))
+            self.update(saved if f.differentiates else enumerate(saved))
         finally:
-            again.clear()
-            saved.clear()
+            saved.clear()  # otherwise a cycle through C++, which leaks
         if self._count not in (-1, len(self)):
             raise RuntimeError(
                 "f does not return the same when it is called again (a cache that its first evaluation fills? state "
@@ -75,7 +73,7 @@ class Evaluation(dict[int, Tensor]):
         return outputs
 
     def keep(self, outputs: State) -> None:
-        """Keep tensors and outputs, without their graph, which refers to this object."""
+        """Keep tensors and outputs, but not their graph, which refers to this object."""
         self.update((place, x.detach()) for place, x in self.items())
         self.outputs = [x.detach() for x in outputs]
         self._versions = sum(map(version, (*self.values(), *self.outputs)))
@@ -109,7 +107,8 @@ class Evaluation(dict[int, Tensor]):
         return place
 
     def _first_unpack(self, place: int) -> Tensor:
-        if self._count < 0 and self._iteration is not None:  # f is still running
+        """While f is running, only its own derivatives unpack."""
+        if self._count < 0 and self._iteration is not None:
             self._iteration.f.differentiates = True
         return self[place]
 

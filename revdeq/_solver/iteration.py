@@ -84,7 +84,7 @@ class Iteration:
                 yield y, z, aux
             if tol is None:
                 self.precision.check(self.half_steps, self.steps)
-                if self.norms.is_cpu and not math.isfinite(sum(self.norms.flatten().tolist())):
+                if self.norms.is_cpu and not math.isfinite(sum(self.norms.tolist())):
                     raise self._not_finite()
         finally:
             self.is_running = False
@@ -234,9 +234,7 @@ def uncompiled(backward: Callable[..., Any]) -> Any:
     """Decorator of the backward pass of a node: a compiled training step, too, repeats f as it ran, uncompiled."""
 
     def run(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(backward)(ctx, *grads)
-        return backward(ctx, *grads)
+        return (torch.compiler.disable(backward) if torch.compiler.is_compiling() else backward)(ctx, *grads)
 
     return staticmethod(run)
 

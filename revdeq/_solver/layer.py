@@ -74,7 +74,7 @@ class RevDEQ(nn.Module):
         Returns:
             z, with the structure of z0; with aux=True, a pair of z and the auxiliary output.
         """
-        solution = solve(self.f, _start(x, z0), x, *args, y0=y0, kwargs=kwargs, **self._used(max_steps))
+        solution = solve(self.f, start(x, z0), x, *args, y0=y0, kwargs=kwargs, **self._options(max_steps))
         if not is_traced([solution.norms]):  # it would contain a tensor of the tracer
             self.last = replace(solution, z=None, y=None, aux=None)
         return (solution.z, solution.aux) if self.aux else solution.z
@@ -83,7 +83,7 @@ class RevDEQ(nn.Module):
         self, x: Any, *args: Any, z0: Any = None, y0: Any = None, max_steps: int | None = None, **kwargs: Any
     ) -> Iterator[Solution]:
         """Iterate step by step, like `revdeq.steps`, with the arguments of a call of the layer."""
-        return steps(self.f, _start(x, z0), x, *args, y0=y0, kwargs=kwargs, **self._used(max_steps))
+        return steps(self.f, start(x, z0), x, *args, y0=y0, kwargs=kwargs, **self._options(max_steps))
 
     def tune(self, x: Any, *args: Any, z0: Any = None, batches: Sequence[Any] = (), **kwargs: Any) -> Tuning:
         """Find beta, gamma and the state for this input by `revdeq.tune`, and set them. They are saved with the layer.
@@ -99,8 +99,8 @@ class RevDEQ(nn.Module):
         Raises:
             RuntimeError: A solve with the result fails; then the layer is as before.
         """
-        more = [(_start(batch[0], None), *batch) for batch in batches]
-        found = tune(self.f, _start(x, z0), x, *args, batches=more, kwargs=kwargs, **self.options)
+        more = [(start(batch[0], None), *batch) for batch in batches]
+        found = tune(self.f, start(x, z0), x, *args, batches=more, kwargs=kwargs, **self.options)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             shared = [found]
             torch.distributed.broadcast_object_list(shared, src=0)
@@ -116,11 +116,11 @@ class RevDEQ(nn.Module):
     @property
     def options(self) -> Keywords:
         """The current options, as keyword arguments of `revdeq.solve`."""
-        options: Any = {name: getattr(self, name) for name in NAMES}
-        return options
+        return self._options(None)
 
-    def _used(self, max_steps: int | None) -> Keywords:
-        return self.options if max_steps is None else {**self.options, "max_steps": max_steps}
+    def _options(self, max_steps: int | None) -> Any:
+        options = {name: getattr(self, name) for name in NAMES}
+        return options if max_steps is None else {**options, "max_steps": max_steps}
 
     def get_extra_state(self) -> Any:
         """The tuned coefficients and the number of fraction bits, for `state_dict`."""
@@ -145,9 +145,7 @@ class RevDEQ(nn.Module):
         if saved is not None:
             (beta, gamma), *schedule = saved.reshape(-1, 2).tolist()
             if schedule:
-                raise ValueError(
-                    "the layer was saved with a schedule of coefficients, which revdeq 0.4 has not: tune it again"
-                )
+                raise ValueError("the layer was saved with a schedule, which revdeq 0.4 has not: tune it again")
             state_dict[f"{prefix}_extra_state"] = (beta, gamma, self.state) if beta else None
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -157,13 +155,12 @@ class RevDEQ(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
-def _start(x: Any, z0: Any) -> Any:
-    return tree_map(_zeros_like, x) if z0 is None else z0
+def start(x: Any, z0: Any) -> Any:
+    """The initial state: by default, zeros like x."""
 
+    def zeros(x: Any) -> Tensor:
+        if isinstance(x, Tensor) and x.is_floating_point():
+            return torch.zeros_like(x, requires_grad=False)
+        raise TypeError(f"x is of type {getattr(x, 'dtype', type(x))}: if it is no float tensor, pass z0")
 
-def _zeros_like(x: Any) -> Tensor:
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(
-            f"x is of type {getattr(x, 'dtype', type(x))}: if it is no float tensor, pass z0, the initial state"
-        )
-    return torch.zeros_like(x, requires_grad=False)
+    return tree_map(zeros, x) if z0 is None else z0

@@ -52,7 +52,8 @@ class Repeatable:
         self.f, self._spec, self.args, self._kwargs = f, spec, args, dict(kwargs or {})
         self._indexed, self._has_aux, self.aux = indexed, has_aux, None
         x, self._is_tensor = initial[0], spec.is_leaf()
-        self._device, self._is_cuda, self._has_versions = x.device, x.is_cuda, not torch.is_inference_mode_enabled()
+        self._device, self._is_cuda = x.device, x.is_cuda
+        self._has_versions = not torch.is_inference_mode_enabled()
         self._usual = (x.dtype, x.shape, x.device, torch.strided) if self._is_tensor and not is_traced else None
         self.draws, self.differentiates, self._is_new = False, False, not is_traced
         self._random: Sequence[Tensor] = ()
@@ -67,7 +68,7 @@ class Repeatable:
         if self._indexed:
             self._kwargs["evaluation"] = k
         z = read[0] if self._is_tensor else structured(read, self._spec)
-        versions = sum(map(version, read)) if self._has_versions else 0
+        versions = self._versions(read)
         around, thread.evaluates = thread.evaluates, torch.is_grad_enabled()
         try:
             if self._is_new:
@@ -80,15 +81,17 @@ class Repeatable:
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError(f"f returned {type(result).__name__}: with aux=True it must return a pair (state, aux)")
             result, self.aux = result
-        if self._has_versions and sum(map(version, read)) != versions:
-            raise RuntimeError(
-                "f modifies its input in place, which the solver needs afterwards: write z = z.add(x) instead of "
-                "z.add_(x)"
-            )
+        if self._versions(read) != versions:
+            raise RuntimeError("f modifies its input in place, and the solver needs it: write z = z + x, not z += x")
         is_plain = k and type(result) is Tensor and not result._is_zerotensor()
         if is_plain and (result.dtype, result.shape, result.device, result.layout) == self._usual:
             return [result]  # the usual case, fast
         return flattened_like(result, read, self._spec)
+
+    def _versions(self, read: State) -> int:
+        if len(read) > 1 and self._has_versions:
+            return sum(map(version, read))
+        return read[0]._version if self._has_versions else 0
 
     def _called(self, z: Any) -> Any:
         if self._is_cuda and torch.backends.cudnn.benchmark:  # might choose another algorithm next time
@@ -104,8 +107,8 @@ class Repeatable:
         result = self._called(z)
         if versions != list(map(version, buffers)):
             raise RuntimeError(
-                "f changes a buffer in every evaluation, in the backward pass too (BatchNorm in training mode?): move "
-                "the layer out of f, use a normalization without state (GroupNorm, LayerNorm), or call .eval() on it"
+                "f changes a buffer in every evaluation (BatchNorm in training mode?): move the layer out of f, use a "
+                "normalization without state (GroupNorm, LayerNorm), or call .eval() on it"
             )
         self.draws = not all(map(torch.equal, self._random, generator_states(self._device)))
         return result

@@ -45,19 +45,18 @@ def flattened_like(result: Any, state: Sequence[Tensor], spec: TreeSpec) -> Stat
     except ValueError as error:
         raise TypeError(f"f must return the structure of z0: {error}") from None
     for out, x in zip(outputs, state, strict=True):
+        shape = tuple(x.shape)
         if not isinstance(out, Tensor):
             hint = "; return its first part, f(...)[0], or solve with aux=True" if isinstance(out, tuple) else ""
-            raise TypeError(
-                f"f's output is of type {type(out).__name__}: it must be a tensor of shape {tuple(x.shape)}{hint}"
-            )
+            raise TypeError(f"f's output is of type {type(out).__name__}: it must be a tensor of shape {shape}{hint}")
         if out.device != x.device:
             raise ValueError(f"f's output is on {out.device}: it must be on the device of z0, {x.device}")
         if problem := _problem(out):
             raise TypeError(f"f's output is {problem}")
         if out.shape != x.shape:
             raise ValueError(
-                f"f's output has shape {tuple(out.shape)}: it must have the shape of z0, {tuple(x.shape)} (a layer's "
-                "default is that of x; to change it, pass deq(x, z0=...))"
+                f"f's output has shape {tuple(out.shape)}: it must have the shape of z0, {shape} (a layer's default "
+                "is that of x; to change it, pass deq(x, z0=...))"
             )
     return outputs
 
@@ -104,9 +103,9 @@ def dense(g: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _problem(x: Tensor) -> str | None:
-    """Why kernels cannot read x."""
+    """Why kernels cannot read x. Operations with tensors of a tracer, which have no numbers, are recorded instead."""
     if is_fake(x):
-        return None  # of a tracer, which records other operations instead
+        return None
     if x.dtype not in DTYPES:
         return f"{x.dtype}: it must be float32, float64, bfloat16 or float16"
     if x.is_nested or x.layout != torch.strided:
@@ -114,8 +113,6 @@ def _problem(x: Tensor) -> str | None:
     if forward_ad.unpack_dual(x).tangent is not None:
         return "a dual tensor, but a solve has no forward-mode derivative: use reverse mode"
     if not has_memory(x):
-        return (
-            f"a {type(x).__name__} without memory of its own, which wraps other tensors (of torch.func, for example): "
-            "it must be a plain tensor; call solve outside of torch.func, with autograd and a batch"
-        )
+        kind = f"a {type(x).__name__} without memory of its own, which wraps other tensors (of torch.func, for example)"
+        return f"{kind}: it must be a plain tensor; call solve outside of torch.func, with autograd and a batch"
     return None

@@ -110,15 +110,21 @@ def test_beta_is_rounded_to_the_nearest_fraction():
 def test_overflow_errors_name_the_limit_and_the_remedy():
     with pytest.raises(OverflowError, match=r"150.*below 128 .*revdeq.Exact\(fraction_bits="):
         revdeq.solve(lambda z: z * 0 + torch.where(z.abs() > 50, 150.0, 100.0), torch.zeros(3), state="exact")
-    for beta, f in ((0.5, 128), (1.5, 100)):  # f is just too large; only the state is too large
-        with pytest.raises(OverflowError, match=f"reached {f} and"):
-            revdeq.solve(lambda z, f=f: torch.full_like(z, f), torch.zeros(3), state="exact", beta=beta)
     roomy = revdeq.solve(lambda z: z * 0 + 150.0, torch.zeros(3), state=revdeq.Exact(fraction_bits=22))
     torch.testing.assert_close(roomy.z, torch.full((3,), 150.0), rtol=0.01, atol=0)
     with pytest.raises(OverflowError, match=r"z0 .*500.*revdeq.Exact\(fraction_bits="):
         revdeq.solve(torch.cos, torch.full((3,), 500.0), state="exact")
     with pytest.raises(FloatingPointError, match="f.* not finite"):
         revdeq.solve(lambda z: z / 0, torch.zeros(3), state="exact")
+
+
+@pytest.mark.parametrize(
+    ("beta", "first", "later"), [(0.5, 128, 128), (1.5, 100, 100), (0.5, 150, 0)], ids=["just", "the state", "y alone"]
+)
+def test_what_does_not_fit_is_noticed(beta, first, later):
+    f = lambda z, evaluation: torch.full_like(z, later if evaluation else first)  # noqa: E731
+    with pytest.raises(OverflowError, match=f"reached {first} and"):
+        revdeq.solve(f, torch.zeros(3), state="exact", beta=beta, indexed=True)
 
 
 @pytest.mark.parametrize("bits", [0, 41, 2.5, "24"])

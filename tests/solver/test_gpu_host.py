@@ -1,16 +1,12 @@
 """Solves with the host side of a GPU: threads, streams, events, graphs and generators, on a simulated device."""
 
 import threading
-from collections import Counter
 
 import pytest
 import test_gpu_only
 import torch
-import torch.nn.functional as F
-from fake_gpu import DEVICE, OTHER, Tensor, driver, emulated
+from fake_gpu import DEVICE, OTHER, Graph, driver, emulated
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import revdeq
 from revdeq import _device
@@ -72,22 +68,6 @@ def test_the_simulation_refuses_a_launch_while_another_device_is_current(monkeyp
         solve_leaves(DEVICE)
 
 
-class Operations(TorchDispatchMode):
-    """The names of torch's operations on the device: each is at least one kernel, except views and allocations."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        views = any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
-        here = any(isinstance(x, Tensor) and x.numel() for x in tree_leaves((args, kwargs, out)))
-        if here and not views and "empty" not in name:
-            self.names[name] += 1
-        return out
-
-
 class Same(torch.autograd.Function):
     """An f that launches nothing."""
 
@@ -106,10 +86,21 @@ def test_a_solve_launches_as_many_torch_kernels_for_any_number_of_steps(state):
     scale = torch.ones((), device=DEVICE, requires_grad=True)
     z0, gradient, counts = torch.ones(70, device=DEVICE), torch.ones(70, device=DEVICE), []
     for steps in (2, 5):
-        with emulated(), Operations() as operations:
+        driver.operations.clear()
+        with emulated():
             revdeq.solve(Same.apply, z0, scale, max_steps=steps, state=state).z.backward(gradient)
-        counts.append(operations.names)
-    assert counts[0] == counts[1] and counts[0].total() <= 33, counts
+        counts.append(driver.operations.copy())
+    assert counts[0] == counts[1] and counts[0].total() <= 30, counts
+
+
+def check_gradients(f, parameters, state):
+    """Against those of a stored graph. The exact state resolves 6e-8."""
+    grads = []
+    for solver in (lambda *args: revdeq.solve(*args, state=state).z, stored_graph):
+        z = solver(f(), torch.zeros(3, 6, device=DEVICE))
+        grads.append(torch.autograd.grad(z.square().sum(), parameters))
+    for ours, expected in zip(*grads, strict=True):
+        assert (ours - expected).norm() <= (1e-6 if state == "float64" else 1e-5) * expected.norm()
 
 
 @BOTH_STATES
@@ -119,38 +110,25 @@ def test_f_may_capture_a_computed_tensor(state):
     encoder, f, x = nn.Linear(6, 6).to(DEVICE), nn.Linear(6, 6).to(DEVICE), torch.randn(3, 6).to(DEVICE)
     threads, fired = set(), []
 
-    def gradients(solver):
+    def with_an_encoding():
         encoded = encoder(x)
         encoded.register_hook(fired.append)
+        return lambda z: threads.add(threading.get_ident()) or torch.tanh(f(z) + encoded)
 
-        def closure(z):
-            threads.add(threading.get_ident())
-            return torch.tanh(f(z) + encoded)
-
-        z = solver(closure, torch.zeros(3, 6, device=DEVICE))
-        return torch.autograd.grad(z.square().sum(), [*encoder.parameters(), *f.parameters()])
-
-    ours = gradients(lambda *args: revdeq.solve(*args, state=state).z)
-    assert len(threads) == 2 and len(fired) == 1
-    for gradient, expected in zip(ours, gradients(stored_graph), strict=True):
-        # the exact state resolves 6e-8
-        assert (gradient - expected).norm() <= (1e-6 if state == "float64" else 1e-5) * expected.norm()
+    check_gradients(with_an_encoding, [*encoder.parameters(), *f.parameters()], state)
+    assert len(threads) == 2 and len(fired) == 2
 
 
 @BOTH_STATES
 def test_parts_of_f_on_the_cpu(state):
     """Their nodes have a separate queue in the backward pass, and may run late."""
     torch.manual_seed(0)
-    part, whole, start = nn.Linear(6, 6), nn.Linear(6, 6).to(DEVICE), torch.zeros(3, 6).to(DEVICE)
+    part, whole = nn.Linear(6, 6), nn.Linear(6, 6).to(DEVICE)
 
     def f(z):
         return torch.tanh(whole(z)) + 0.1 * torch.tanh(part(z.to("cpu"))).to(DEVICE)
 
-    grads = []
-    for z in (revdeq.solve(f, start, max_steps=4, state=state).z, stored_graph(f, start, max_steps=4)):
-        grads.append(torch.autograd.grad(z.square().sum(), [*part.parameters(), *whole.parameters()]))
-    for ours, expected in zip(*grads, strict=True):
-        assert (ours - expected).norm() <= 1e-6 * expected.norm()
+    check_gradients(lambda: f, [*part.parameters(), *whole.parameters()], state)
 
 
 # deferred checks
@@ -205,20 +183,6 @@ def test_a_value_has_arrived_when_all_of_it_has(arrived):
     assert arriving.has_come() == (arrived == 4)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a_wrong_reconstruction_is_reported_at_a_later_solve",
-        "an_overflow_is_reported_at_a_later_solve",
-        "dropout_is_one_mask_in_both_passes",
-    ],
-)
-def test_the_gpu_only_tests_pass_on_the_simulated_gpu(monkeypatch, name):
-    """They are skipped without a GPU, so nobody would notice here if they no longer worked."""
-    monkeypatch.setattr(test_gpu_only, "DEVICE", DEVICE)
-    getattr(test_gpu_only, f"test_{name}")()
-
-
 # graphs
 
 
@@ -226,7 +190,7 @@ def test_the_gpu_only_tests_pass_on_the_simulated_gpu(monkeypatch, name):
 def test_graph_capture_queries_and_reports_nothing(current):
     lose_the_way()
     pending = list(check._pending)
-    with driver.recording(DEVICE), driver.device(current):  # raises if the capture was invalidated
+    with driver.device(DEVICE), driver.capturing(Graph()), driver.device(current):  # raises if it was invalidated
         lose_the_way()
         revdeq.solve(torch.cos, torch.ones(5, device=DEVICE, requires_grad=True), state="exact").z.sum().backward()
     assert check._pending == pending
@@ -235,21 +199,45 @@ def test_graph_capture_queries_and_reports_nothing(current):
         harmless()
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_dropout_is_one_mask_in_both_passes(recorded):
-    x, masks = torch.ones(50, device=DEVICE, requires_grad=True), []
+# The tests that are skipped without a GPU: nobody would notice here if they no longer worked.
 
-    def f(z, x):
-        dropped = F.dropout(x)
-        masks.append(dropped.detach().raw != 0)
-        return 0.5 * z + dropped
 
-    host = torch.get_rng_state()
-    with driver.recording(DEVICE) if recorded else driver.device(OTHER):
-        z = revdeq.solve(f, torch.zeros(50, device=DEVICE), x, max_steps=3).z
-        torch.rand(3, device=DEVICE)
-        at_last = driver.get_rng_state(DEVICE)
-        torch.autograd.grad(z, x, torch.ones(50, device=DEVICE))
-    assert len(masks) == 12
-    assert all(torch.equal(mask, masks[0]) for mask in masks) and 0 < masks[0].sum() < 50
-    assert torch.equal(driver.get_rng_state(DEVICE), at_last) and torch.equal(torch.get_rng_state(), host)
+def captured(run):
+    """As in test_gpu_only."""
+    graph = Graph()
+    with driver.device(DEVICE):
+        run()
+        with driver.capturing(graph):
+            return graph, run()
+
+
+def small_block():
+    torch.manual_seed(0)
+    f = Sum(8).to(DEVICE)
+    return {"transformer": (f, torch.randn(5, 8).to(DEVICE))}
+
+
+class Sum(nn.Linear):
+    def __init__(self, size):
+        super().__init__(size, size)
+
+    def forward(self, z, x):
+        return torch.tanh(super().forward(z)) + x
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("a_wrong_reconstruction_is_reported_at_a_later_solve", ()),
+        ("an_overflow_is_reported_at_a_later_solve", ()),
+        ("dropout_is_one_mask_in_both_passes", ()),
+        ("dropout_under_capture_is_one_mask_for_each_replay", ()),
+        ("a_whole_training_step_is_captured_in_a_graph", ("float64", "warn")),
+        ("a_whole_training_step_is_captured_in_a_graph", ("exact", "warn")),
+    ],
+)
+def test_the_gpu_only_tests_pass_on_the_simulated_gpu(monkeypatch, name, arguments):
+    for replaced, by in {"DEVICE": DEVICE, "captured": captured, "blocks": small_block}.items():
+        monkeypatch.setattr(test_gpu_only, replaced, by)
+    with emulated():
+        getattr(test_gpu_only, f"test_{name}")(*arguments)

@@ -6,17 +6,16 @@
         revdeq.solve(f, x)
     driver.waits                                # what made the host wait for the device
 
-What is like a GPU: PyTorch runs backward passes in a separate thread for the device. Reading a value on the host
-synchronises, which is recorded. A non-blocking copy to the host arrives when its stream is told to run, and the target
-is unchanged until then. During graph capture, synchronising is an error, in every thread. The device has its own random
-number generator, and an allocator that counts. A graph is a list of the operations and launches that ran during
-capture, with their memory; a replay runs them again. Tensors of two devices cannot be mixed. The other device is
-current, so that code that relies on the current device fails.
+As on a GPU, PyTorch runs backward passes in a separate thread for the device. Reading a value on the host synchronises,
+which is recorded. A non-blocking copy to the host arrives when its stream is told to run. During graph capture,
+synchronising is an error, in every thread. A graph is a list of the operations and launches that ran during capture,
+with their memory; a replay runs them again. The device has its own random number generator, and an allocator that
+counts. Tensors of two devices cannot be mixed. The other device is current, so that code that relies on the current
+device fails.
 
-What it cannot show: operations run immediately and in order, so there is neither asynchrony nor a race between streams;
-a graph keeps its memory to itself; memory is counted by tensors, without the workspace of operations; kernels other
-than ours are the CPU's; timings mean nothing. PyTorch gives a Python device only one thread, so that only fakegpu:0 has
-backward passes, and only if this module is imported before the first backward pass of the process.
+It cannot show races: operations run immediately and in order. A graph keeps its memory to itself, memory is counted by
+tensors, without the workspace of operations, and timings mean nothing. PyTorch gives a Python device one thread only:
+fakegpu:0 alone has backward passes, if this module is imported before the first backward pass of the process.
 """
 
 import contextlib
@@ -48,22 +47,16 @@ class Stream:
     """Pending work: copies to the host."""
 
     def __init__(self):
-        self.asked, self.done, self._copies = 0, 0, []
+        self._copies = []
 
     def copy(self, source, target):
         source = source.clone()  # its current value
         self._copies.append(lambda: target.copy_(source))
-        self.asked += 1
 
     def run(self):
         for copy in self._copies:
             copy()
         self._copies.clear()
-        self.done = self.asked
-
-    def synchronize(self):
-        driver.wait("a stream")
-        self.run()
 
 
 class Graph:
@@ -73,7 +66,6 @@ class Graph:
         self.operations, self.states = [], {}
 
     def replay(self):
-        driver.replays += 1
         for operation in self.operations:
             operation()
 
@@ -81,22 +73,20 @@ class Graph:
 class Driver(_DummyBackendModule):
     """The module torch.fakegpu, with counters for tests.
 
-    waits: what the host waited for, in order. launches: the number of launches of each Triton kernel. cached_launches:
-        how many of them bypassed Triton. replays: the number of graph replays.
+    waits: what the host waited for, in order. operations: the number of operations of torch, except views. launches:
+        the number of launches of each Triton kernel. cached_launches: how many of them bypassed Triton. graph: the one
+        that is being captured.
     """
 
-    Stream, CUDAGraph = Stream, Graph
-
     def __init__(self):
-        self.waits, self.launches, self.cached_launches, self.replays = [], Counter(), 0, 0
-        self._index, self._captured, self._graph = 1, None, None
+        self.waits, self.operations, self.launches, self.cached_launches = [], Counter(), Counter(), 0
+        self._index, self.graph, self.spoiled = 1, None, ""
         self._streams = [Stream() for _ in range(self.device_count())]
         self._generators = [torch.Generator().manual_seed(i) for i in range(self.device_count())]
         self._allocated = [0] * self.device_count()
         self._peak = [0] * self.device_count()
         self._storages = weakref.WeakSet()
         self._one_at_a_time = threading.RLock()
-        self._thread = threading.local()
 
     # devices, streams and waiting
 
@@ -138,45 +128,25 @@ class Driver(_DummyBackendModule):
     # graphs
 
     @contextlib.contextmanager
-    def recording(self, device):
-        """Like `with torch.cuda.graph(...)`."""
-        self._captured, self.spoiled = self._number(device), ""
-        try:
-            with self.device(device):
-                yield
-        finally:
-            self._captured = None
-        assert not self.spoiled, self.spoiled
-
-    @contextlib.contextmanager
-    def graph(self, graph):
+    def capturing(self, graph):
         """Like torch.cuda.graph, on the current device."""
-        self._graph = graph
-        try:
-            with self.recording(self._index):
-                yield
-        finally:
-            self._graph = None
-
-    def record(self, operation):
-        """Add an operation that just ran to the graph that is being captured, if any."""
-        if self._graph is not None:
-            self._graph.operations.append(operation)
-
-    @contextlib.contextmanager
-    def other_stream(self):
-        """For a thread whose current stream is not the one being captured."""
-        self._thread.elsewhere = True
+        self.graph, graph.index, self.spoiled = graph, self._index, ""
         try:
             yield
         finally:
-            self._thread.elsewhere = False
+            self.graph = None
+        assert not self.spoiled, self.spoiled
+
+    def record(self, operation):
+        """Add an operation that just ran to the graph that is being captured, if any."""
+        if self.graph is not None:
+            self.graph.operations.append(operation)
 
     def is_current_stream_capturing(self):
-        return self._captured == self._index and not getattr(self._thread, "elsewhere", False)
+        return self.graph is not None and self.graph.index == self._index
 
     def refuse(self, what):
-        if self._captured is not None:
+        if self.graph is not None:
             self.spoiled = f"{what} is not permitted during graph capture"
             raise RuntimeError(self.spoiled)
 
@@ -189,14 +159,14 @@ class Driver(_DummyBackendModule):
     def get_rng_state(self, device=None):
         """During graph capture, a position in the graph's random numbers, relative to where a replay starts."""
         generator = self._generators[self._number(device)]
-        state, graph = generator.get_state(), self._graph
+        state, graph = generator.get_state(), self.graph
         if graph is not None:
             key = state.numpy().tobytes()
             self.record(lambda: graph.states.__setitem__(key, generator.get_state()))
         return state
 
     def set_rng_state(self, state, device=None):
-        generator, graph = self._generators[self._number(device)], self._graph
+        generator, graph = self._generators[self._number(device)], self.graph
         generator.set_state(state)
         if graph is not None:
             key = state.numpy().tobytes()
@@ -232,9 +202,6 @@ class Driver(_DummyBackendModule):
     def reset_peak_memory_stats(self, device=None):
         self._peak[self._number(device)] = self.memory_allocated(device)
 
-    def get_device_name(self, device=None):
-        return "no GPU"
-
     def get_amp_supported_dtype(self):
         return [torch.float16, torch.bfloat16]
 
@@ -269,17 +236,14 @@ class Tensor(torch.Tensor):
         torch.Tensor.data.__set__(self, other)
         self.raw, self.index = other.raw, other.index
 
+    def tolist(self):
+        return self.cpu().tolist()
+
     def data_ptr(self):
         return self.raw.data_ptr()
 
     def untyped_storage(self):
         return self.raw.untyped_storage()
-
-    def tolist(self):
-        return self.cpu().tolist()
-
-    def numpy(self):
-        raise TypeError(f"can't convert {self.device} tensor to numpy")
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -310,7 +274,8 @@ class Tensor(torch.Tensor):
 
         raw = tree_map(_raw, (args, kwargs))
         inner = run(*raw)
-        if driver._graph is not None and not _is_view(func, raw, inner):
+        if not _is_view(func, raw, inner) and "empty" not in packet.__name__:
+            driver.operations[packet.__name__] += 1
             driver.record(lambda: _overwrite(inner, run(*raw)))
         out = tree_map(lambda x: Tensor(x, index) if isinstance(x, torch.Tensor) else x, inner)
         return return_and_correct_aliasing(func, args, kwargs, out)
@@ -417,7 +382,7 @@ def emulated(name="sm_90"):
                 driver.record(lambda: launch(*given))
 
         def on_raw_memory(kernel, *args, **kwargs):
-            if driver._graph is not None:
+            if driver.graph is not None:
                 driver.refuse("to load a kernel")
             return OnRawMemory(run(kernel, *noted(kernel, args), **kwargs))
 
