@@ -217,7 +217,7 @@ def table(results, sizes=(), beside=BESIDE):
     for direction in DIRECTIONS:
         title = f"half-step, {direction}, float32"
         fused = [1e6 * results.median(title, "fused", n, "seconds") for n in sizes]
-        rows.append([f"{direction}: fused, microseconds", *(f"{us:.3g}" for us in fused)])
+        rows.append([f"{direction}: fused, microseconds", *(f"{us:,.0f}" for us in fused)])
         for name in beside:
             over = [results.median(title, name, n, "time over fused") for n in sizes]
             rows.append([f"{direction}: {name}", *(f"{ratio:.1f}x" for ratio in over)])
@@ -227,20 +227,3 @@ def table(results, sizes=(), beside=BESIDE):
 def few(results):
     """Beside what the solver calls, and the best that plain PyTorch can do."""
     return table(results, [2**k for k in (12, 16, 20, 24)], ("in the solver", *BESIDE[:2]))
-
-
-GPUS = {
-    "T4": 320, "A10": 600, "L4": 300, "RTX 3090": 936, "RTX 4090": 1008, "RTX 5090": 1792, "A100 80 GB": 2039,
-    "H100": 3350, "H200": 4800, "B200": 8000, "B300": 8000, "MI300X": 5300,
-}  # fmt: skip
-"""GB/s, from the data sheets."""
-
-
-def predicted(results=None):
-    """What half-steps would take on GPUs, if they ran at the full bandwidth; none was measured."""
-    moved = [Case(direction, "float32", 0).bytes_moved for direction in DIRECTIONS]
-    header = [
-        "**predicted**, picoseconds per element",
-        *(f"{d}: {b} bytes" for d, b in zip(DIRECTIONS, moved, strict=True)),
-    ]
-    return markdown(header, [[name, *(f"{1e3 * b / rate:.1f}" for b in moved)] for name, rate in GPUS.items()])

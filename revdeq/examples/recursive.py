@@ -52,8 +52,7 @@ class Recursive(nn.Module):
     def forward(self, carry: dict[str, Any]) -> tuple[dict[str, Any], Tensor, Tensor]:
         """A segment: the carry after it, and the logits of the digits and of being solved."""
         x = self.cell(carry["clues"]) + self.places(PLACES.to(carry["clues"].device)).sum(1)
-        # Cycles come to expand while they learn, and gradients would explode in deeper ones: gamma damps them.
-        end = revdeq.solve(self.cycle, carry["z"], x, beta=0.5, gamma=0.5, max_steps=2)
+        end = revdeq.solve(self.cycle, carry["z"], x, beta=0.5, max_steps=2)
         digits, solved = self.digit(end.z["answer"]), self.solved(end.z["answer"]).amin((1, 2))  # the least certain
         carry = carry | {"z": end.z, "guess": digits.argmax(-1) + 1, "segments": carry["segments"] + 1}
         carry["halted"] = (solved > 0) | (carry["segments"] == self.segments)
