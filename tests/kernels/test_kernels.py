@@ -271,16 +271,14 @@ def test_coefficients_are_float32_and_add_up_to_one():
 
 def looped(window, total):
     """The address of `total` bytes of virtual memory that repeat one window of real memory."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc, file = ctypes.CDLL(None), os.memfd_create("window")
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    file = os.memfd_create("window")
     os.truncate(file, window)
     start = libc.mmap(None, total + window, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    fixed = 0x10
-    for offset in range(0, total, window):
-        address = libc.mmap(start + offset, window, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | fixed, file, 0)
-        assert address == start + offset
+    for address in range(start, start + total, window):
+        fixed = mmap.MAP_SHARED | 0x10
+        assert libc.mmap(address, window, mmap.PROT_READ | mmap.PROT_WRITE, fixed, file, 0) == address
     os.close(file)
     return start
 
@@ -290,16 +288,13 @@ def looped(window, total):
 def test_more_than_two_to_the_31_elements_in_c():
     """16 GiB of state that are 32 MiB, seen 513 times: each of its elements takes 512 steps, and the first
     4,099 of them one more."""
-    window, n = 2**22, 2**31 + 4099
+    window, n, beta = 2**22, 2**31 + 4099, 2.0**-10
     state, f, copy = (looped(window * size, n * size) for size in (8, 4, 4))
     values = torch.frombuffer((ctypes.c_double * window).from_address(state), dtype=torch.float64)
     (ctypes.c_float * window).from_address(f)[:] = [1.0] * window
-    beta = 2.0**-10
-    fields = state, n, 1 - beta, beta, 0.0, 1.0, rows_of(n), 0, 0, 0, 0
-    code = cpu.CODE[torch.float32]
-    cpu.library.revdeq_float64(cpu.STATE.pack(*fields) + cpu.RELAX.pack(1, 0, code, code, 0, f, 0, copy, 0, 0))
+    packed, code = cpu.STATE.pack(state, n, 1 - beta, beta, 0.0, 1.0, rows_of(n), 0, 0, 0, 0), cpu.CODE[torch.float32]
+    cpu.library.revdeq_float64(packed + cpu.RELAX.pack(1, 0, code, code, 0, f, 0, copy, 0, 0))
     steps = [0.0]
     for _ in range(513):
         steps.append((1 - beta) * steps[-1] + beta)
-    assert (values[:4099] == steps[513]).all()
-    assert (values[4099:] == steps[512]).all()
+    assert (values[:4099] == steps[513]).all() and (values[4099:] == steps[512]).all()
