@@ -13,7 +13,7 @@ from stub_driver import stub  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from revdeq.kernels import gpu, half_step, reference  # noqa: E402
-from revdeq.kernels.gpu import exact, float64, launch  # noqa: E402
+from revdeq.kernels.gpu import float64, launch  # noqa: E402
 from revdeq.kernels.half_step import Coefficients  # noqa: E402
 from revdeq.kernels.radix import Radix  # noqa: E402
 
@@ -137,14 +137,6 @@ def test_a_kernel_is_never_launched_with_other_constants(monkeypatch, by_triton)
         assert len(by_triton) == 6
 
 
-@pytest.mark.parametrize("n, programs", [(2**18 - 1, 2**10), (2**18, 2**8)])
-def test_small_states_have_small_blocks(monkeypatch, n, programs):
-    driver = stub(monkeypatch)
-    f = torch.zeros(1).expand(n)
-    gpu.STATES["float64"](f.double(), STEP).relax(f, None, f)
-    assert driver.calls[0][0] == programs
-
-
 def test_one_kernel_serves_every_even_size_and_another_every_odd_one(by_triton):
     """Above and below 2^31 elements."""
     with compiling(TARGETS["sm_90"]):
@@ -159,17 +151,6 @@ def test_an_amd_kernel_for_less_than_2_gib_never_gets_more(by_triton):
         for size in (4 * N, 2**31 - 4, 2**31):
             relax(made()[0], torch.empty(size // 4)[:N])  # no page of it is touched
     assert len(by_triton) == 2
-
-
-def test_no_kernel_is_specialised_for_the_value_of_a_number():
-    """The cache key holds no numbers: each has the type of its annotation."""
-    kernels = [k for module in (float64, exact) for name, k in vars(module).items() if name.endswith("_kernel")]
-    assert len(kernels) == 6
-    for kernel in kernels:
-        numbers = [p for p in kernel.params if not p.is_constexpr and not p.name.startswith("p_")]
-        assert numbers
-        for p in numbers:
-            assert p.annotation_type and (p.do_not_specialize or p.annotation_type.startswith("fp")), (kernel, p.name)
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
