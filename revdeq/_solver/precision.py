@@ -45,7 +45,7 @@ class Integers(Float64):
     def half_step(self, x: Tensor, like: Tensor) -> Any:
         half_step = super().half_step(x, like)
         report([half_step.alarm.amax()], functools.partial(self._judge, what="z0"))
-        half_step.alarm = torch.zeros_like(half_step.alarm)
+        half_step.alarm.zero_()
         return half_step
 
     def check(self, half_steps: Sequence[list[Any]], steps: int) -> None:
