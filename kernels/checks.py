@@ -1,4 +1,4 @@
-"""What kernels take for granted, because they index the memory of all their tensors alike. Nothing is written yet."""
+"""Checks of arguments, before anything is written: kernels index the memory of all their tensors alike."""
 
 import functools
 import math
@@ -55,8 +55,8 @@ def inputs(gamma: float, f_z: Any, z: Any, adjoint: Any = None, vjp: Any = None,
 
 
 def read_next(y: Tensor, dtype: torch.dtype | None, used: Inputs) -> Tensor:
-    """What f reads next, not yet written, if the arguments fit the state y as far as a tracer sees, whose tensors have
-    no addresses."""
+    """An empty tensor for what f reads next. Raises if the arguments do not fit the state y, apart from their memory: a
+    tracer's tensors have no addresses."""
     check_tensor("y", y, y, y.dtype)
     check_tensor("f_z", used["f_z"], y, *DTYPES)
     read = torch.empty_like(y, dtype=dtype or used["f_z"].dtype)

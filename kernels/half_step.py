@@ -79,7 +79,7 @@ Adjoints: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor 
 NO_ADJOINTS: Adjoints = (None, None, None, None)
 
 Compared: TypeAlias = tuple[Tensor, Tensor] | None
-"""Where an inverse is compared with the initial state: the floor, and the largest errors of each lane of each chunk."""
+"""What a comparison with the initial state needs: the floor, and a tensor for the largest error of each lane."""
 
 
 class HalfStep:
@@ -87,11 +87,11 @@ class HalfStep:
 
     Every backend has a subclass for each state, which computes what reference.py and reference_exact.py specify, in one
     pass over memory. `f_z` is f of the other state, and `z` is what f read, which is used only if gamma is not 1.
-    `copy` receives what f reads next: the new state, in its own dtype. It may be z.
+    `copy` receives what f reads next: the new state, in the dtype of the copy. It may be z.
 
     The adjoints are float64 if f reads float64, and otherwise float32; z, the vector-Jacobian product and the initial
     state have the copy's dtype. All tensors have the shape and the device of the state, which is dense, and those that
-    are written its memory layout, too. Nothing of this is checked here; operators.py does.
+    are written have its memory layout, too. None of this is checked here: operators.py checks it.
 
     state: float64, or the integers of the exact state. step: `Coefficients`, or for the exact state a `Radix`.
     """

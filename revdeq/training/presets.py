@@ -159,8 +159,8 @@ def by_torchdeq(model: nn.Module, evaluations: int | None) -> nn.Module:
     for parent in [*model.modules()]:
         for name, layer in parent.named_children():
             if isinstance(layer, RevDEQ):
-                options = {"max_steps": layer.max_steps, "tol": layer.tol}
-                setattr(parent, name, Anderson(layer.f, evaluations=evaluations, **options))
+                f: Any = layer.f
+                setattr(parent, name, Anderson(f, evaluations=evaluations, max_steps=layer.max_steps, tol=layer.tol))
     return model
 
 
