@@ -4,15 +4,15 @@
     invert           y <- (y - beta f(z)) / (1 - beta)              its inverse (equation 6)
     invert_adjoint   the inverse, and z_bar <- (1 - beta) z_bar + beta vjp, the adjoint of z (Algorithm 1)
 
-are torch operators for a float64 state. `ExactState` is a state of integers, whose half-steps are inverted to the last
-bit. reference.py has the loops around them, and what every backend computes, bit for bit:
+These are torch operators for a float64 state. `ExactState` is a state of integers, whose half-steps are inverted to the
+last bit. reference.py has the loops around them, and specifies every bit of what the other backends compute:
 
     state      specification          C                Triton
     float64    reference.py           cpu/float64.c    gpu/float64.py
     integers   reference_exact.py     cpu/exact.c      gpu/exact.py
 
-The backend follows the tensors (backends.py); `REVDEQ_BACKEND=triton|cpu|reference` in the environment or
-`with backend("triton"):` forces one.
+CPU tensors are computed in C, and those on a GPU in Triton (backends.py). `REVDEQ_BACKEND=triton|cpu|reference` in the
+environment or `with backend("triton"):` forces a backend.
 """
 
 if __name__ != "revdeq.kernels":

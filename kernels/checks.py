@@ -1,4 +1,4 @@
-"""What kernels take for granted, because they index the memory of all their tensors alike. Nothing is written yet."""
+"""Checks of arguments, before anything is written: kernels index the memory of all their tensors alike."""
 
 import functools
 import math
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .half_step import DTYPES, Coefficients, layout, wide
+from .half_step import DTYPES, Coefficients, same_layout, wide
 
 
 def check_kinds(beta: Any, gamma: Any, dtype: Any, **tensors: Any) -> None:
@@ -55,8 +55,8 @@ def inputs(gamma: float, f_z: Any, z: Any, adjoint: Any = None, vjp: Any = None,
 
 
 def read_next(y: Tensor, dtype: torch.dtype | None, used: Inputs) -> Tensor:
-    """What f reads next, not yet written, if the arguments fit the state y as far as a tracer sees, whose tensors have
-    no addresses."""
+    """An empty tensor for what f reads next. Raises if the arguments do not fit the state y, apart from their memory: a
+    tracer's tensors have no addresses."""
     check_tensor("y", y, y, y.dtype)
     check_tensor("f_z", used["f_z"], y, *DTYPES)
     read = torch.empty_like(y, dtype=dtype or used["f_z"].dtype)
@@ -64,7 +64,7 @@ def read_next(y: Tensor, dtype: torch.dtype | None, used: Inputs) -> Tensor:
         if name != "f_z":
             check_tensor(name, x, y, read.dtype if name in ("z", "vjp") else wide(read.dtype))
     for name, x in (("y", y), ("adjoint", used.get("adjoint"))):
-        if x is not None and layout(x) != layout(read):
+        if x is not None and not same_layout(x, read):
             dense = f"it is written, and must be dense in memory, with the strides of the state, here {read.stride()}"
             raise ValueError(f"{name} has the strides {x.stride()}: {dense}")
     return read
@@ -86,7 +86,7 @@ def check_memory(y: Tensor, used: Inputs) -> None:
     """Raise if y or the adjoint overlaps in memory with another tensor, or if a tensor has no memory."""
     written: list[tuple[str, int, int]] = []
     for name, x in {"y": y, "adjoint": used.get("adjoint"), **used}.items():
-        if x is None or layout(x) != layout(y):  # in another layout, it is copied before anything is written
+        if x is None or not same_layout(x, y):  # in another layout, it is copied before anything is written
             continue
         start, end = x.data_ptr(), x.data_ptr() + x.nbytes
         if start == 0 < end:

@@ -1,4 +1,4 @@
-"""The exact state for loops of one's own: an object, because the remainders of its divisions belong to it."""
+"""The exact state, for loops of your own. It is an object because it keeps the remainders of its divisions."""
 
 from typing import Any
 
@@ -79,7 +79,7 @@ class ExactState:
         return read, seed
 
     def _next(self, back: bool, dtype: Any, **tensors: Any) -> Tensor:
-        """What f reads next, not yet written, if the arguments fit the state."""
+        """An empty tensor for what f reads next. Raises if the arguments do not fit the state."""
         check_kinds(0.5, self._gamma, dtype, **tensors)
         if back and not self._half_step.done:
             raise ValueError("every half-step that was taken is inverted")

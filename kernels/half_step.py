@@ -69,9 +69,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def layout(x: Tensor) -> tuple[int, ...]:
-    """The strides of x, except for dimensions of size 1, whose strides have no meaning."""
-    return tuple([stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1])
+def same_layout(x: Tensor, y: Tensor) -> bool:
+    """Whether x has the strides of y, except in dimensions of size 1, whose strides have no meaning."""
+    strides = zip(x.stride(), y.stride(), x.shape, strict=True)
+    return x.stride() == y.stride() or all(mine == other for mine, other, size in strides if size != 1)
 
 
 Adjoints: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -79,7 +80,7 @@ Adjoints: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor 
 NO_ADJOINTS: Adjoints = (None, None, None, None)
 
 Compared: TypeAlias = tuple[Tensor, Tensor] | None
-"""Where an inverse is compared with the initial state: the floor, and the largest errors of each lane of each chunk."""
+"""What a comparison with the initial state needs: the floor, and a tensor for the largest error of each lane."""
 
 
 class HalfStep:
@@ -87,11 +88,11 @@ class HalfStep:
 
     Every backend has a subclass for each state, which computes what reference.py and reference_exact.py specify, in one
     pass over memory. `f_z` is f of the other state, and `z` is what f read, which is used only if gamma is not 1.
-    `copy` receives what f reads next: the new state, in its own dtype. It may be z.
+    `copy` receives what f reads next: the new state, in the dtype of the copy. It may be z.
 
     The adjoints are float64 if f reads float64, and otherwise float32; z, the vector-Jacobian product and the initial
     state have the copy's dtype. All tensors have the shape and the device of the state, which is dense, and those that
-    are written its memory layout, too. Nothing of this is checked here; operators.py does.
+    are written have its memory layout, too. None of this is checked here: operators.py checks it.
 
     state: float64, or the integers of the exact state. step: `Coefficients`, or for the exact state a `Radix`.
     """
@@ -147,7 +148,7 @@ class HalfStep:
 
     def in_order(self, x: Any) -> Any:
         """x in the memory layout of the state: x itself, or a copy, at the cost of an additional pass over memory."""
-        if (x.stride() == self._stride or layout(x) == layout(self.state)) and not x.is_neg():
+        if (x.stride() == self._stride or same_layout(x, self.state)) and not x.is_neg():
             return x
         return torch.empty_like(self.state, dtype=x.dtype).copy_(x)
 

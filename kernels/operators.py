@@ -1,7 +1,7 @@
 """The half-steps of a float64 state as torch operators: they can be compiled and exported, and check their arguments.
 
-One implementation serves all devices: it asks the registry of backends. Past torch's dispatcher, which takes 6 us, the
-solver calls the same half-steps.
+One implementation serves all devices: it asks the registry of backends. The solver calls the same half-steps without
+torch's dispatcher, which takes 6 us.
 """
 
 from functools import partial
@@ -141,7 +141,7 @@ def _step_adjoint(
 
 
 def _bound(fake: bool, y: Tensor, beta: float, gamma: float, dtype: Any, used: Inputs) -> tuple[Any, Tensor]:
-    """The half-steps of y, unless a tracer's tensors are fake, and what f reads next; or an error."""
+    """The half-steps of y, or None if a tracer's tensors are fake; and an empty tensor for what f reads next."""
     if y.dtype is not torch.float64:
         raise TypeError(f"y is {y.dtype}: the state must be torch.float64; convert it with y.double()")
     read = read_next(y, dtype, used)

@@ -1,12 +1,12 @@
-"""The specification: the reversible iteration, its inverse and its gradient as loops of the operators, and below them
-the half-steps in plain PyTorch, which every other backend meets bit for bit.
+"""The specification: the reversible iteration, its inverse and its gradient, as loops of the operators. Below them are
+the half-steps in plain PyTorch, which every other backend computes bit for bit.
 
-    t = b f(z) + c z        y' = a y + t        y = (y' - t) / a        adjoint = a adjoint + b vjp + c other
+    t = b f(z) + c z        y' = a y + t        y = (y' - t) / a        adjoint' = a adjoint + b vjp + c other
 
-are a half-step, its inverse, and that of the adjoint, with a = 1 - beta, b = beta gamma and c = beta (1 - gamma), which
-is 0 in the paper; z is what f read of the other state, and `other` the adjoint of y. Each operation rounds once: no
-multiply-add is contracted, and where c = 0, nothing is added. States are float64. Adjoints have their own precision,
-and are stored times b, so that each is the seed of the next vector-Jacobian product.
+Here a = 1 - beta, b = beta gamma and c = beta (1 - gamma), which is 0 in the paper. z is what f read of the other
+state, and `other` is the adjoint of y. Each operation rounds once: no multiply-add is contracted, and where c = 0,
+nothing is added. States are float64. Adjoints have their own precision. They are stored times b, so that each is the
+seed of the next vector-Jacobian product.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def iterate(f: Function, z0: Tensor, beta: float, steps: int) -> tuple[Tensor, T
 
 @torch.no_grad()
 def invert(f: Function, y: Tensor, z: Tensor, beta: float, steps: int, dtype: torch.dtype) -> None:
-    """Equation 6: z <- (z - beta f(y)) / (1 - beta) and y <- (y - beta f(z)) / (1 - beta). f reads this dtype."""
+    """Equation 6: z <- (z - beta f(y)) / (1 - beta) and y <- (y - beta f(z)) / (1 - beta). f reads `dtype`."""
     read = y.to(dtype)
     for _ in range(steps):
         for state in (z, y):
@@ -43,8 +43,8 @@ def invert(f: Function, y: Tensor, z: Tensor, beta: float, steps: int, dtype: to
 
 @torch.no_grad()
 def gradient(f: Function, y: Tensor, z: Tensor, grad: Tensor, beta: float, steps: int) -> Tensor:
-    """Algorithm 1: the gradient with respect to z0, from that with respect to z, after so many steps. y and z become z0
-    again, and the gradients of what f depends on are accumulated."""
+    """Algorithm 1: the gradient with respect to z0, from `grad`, that with respect to z after the last step. y and z
+    become z0 again. Parameters of f accumulate their gradients."""
     read, seed, y_bar, z_bar = y.to(grad.dtype), beta * grad, torch.zeros_like(grad), beta * grad
     for _ in range(steps):
         for state, adjoint in ((z, y_bar), (y, z_bar)):
@@ -55,7 +55,7 @@ def gradient(f: Function, y: Tensor, z: Tensor, grad: Tensor, beta: float, steps
 
 @torch.enable_grad()
 def evaluate(f: Function, read: Tensor, seed: Tensor) -> tuple[Tensor, Any]:
-    """f, and the product of the seed with its derivative."""
+    """f, and the product of the seed with f's derivative."""
     output = f(read.requires_grad_())
     output.backward(seed)
     return output.detach(), read.grad

@@ -8,12 +8,12 @@ terms (s = 1 or -1) and F = g in units of 2^-G, rounded to the nearest integer, 
     T = s (p Y + e) + (d - s p) F                      U = s (T - (d - s p) F)
     Y = floor(T / d), R = R d + (T mod d)              Y = floor(U / p), R = R p + (U mod p)
 
-All are integers, so that each inverts the other exactly, for every beta and any number of steps. g is f if gamma = 1,
-and otherwise gamma f + (1 - gamma) z, with z what f read: in float64 if f or z is float64, otherwise in float32, with
-gamma and 1 - gamma rounded to that dtype, and each operation rounded once.
+All numbers are integers, so that each inverts the other exactly, for every beta and any number of steps. If gamma = 1,
+g is f. Otherwise g is gamma f + (1 - gamma) z, where z is what f read. It is computed in float64 if f or z is float64,
+and otherwise in float32: gamma and 1 - gamma are rounded to that dtype, and each operation rounds once.
 
-R grows by a factor of d / p per half-step. Before it overflows 32 bits, it is spilled to a buffer and restarts from 0.
-f reads Y 2^-G, rounded to its dtype. No tensor is float64 unless f's are.
+A half-step multiplies R by about d / p. Before R overflows 32 bits, it is spilled to a buffer and restarts from 0. f
+reads Y 2^-G, rounded to its dtype. No tensor is float64 unless f's are.
 """
 
 from typing import Any

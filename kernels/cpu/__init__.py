@@ -43,7 +43,7 @@ library, trouble = found()
 
 
 def relax(f_z: Tensor, z: Tensor | None, copy: Tensor, sums: Tensor | None, spill: Tensor | None = None) -> bytes:
-    """The second part for a half-step."""
+    """The second part of the structure, for a half-step."""
     types, optional = (CODE[f_z.dtype], CODE[copy.dtype], 0), (address(sums), address(spill))
     return RELAX.pack(get_num_threads(), 0, *types, f_z.data_ptr(), address(z), copy.data_ptr(), *optional)
 
@@ -51,7 +51,7 @@ def relax(f_z: Tensor, z: Tensor | None, copy: Tensor, sums: Tensor | None, spil
 def invert(
     f_z: Tensor, z: Tensor | None, copy: Tensor, adjoints: Adjoints, compared: Compared, spill: Tensor | None = None
 ) -> bytes:
-    """The second part for an inverse."""
+    """The second part of the structure, for an inverse."""
     types = CODE[f_z.dtype], CODE[copy.dtype], 0 if adjoints[3] is None else CODE[adjoints[3].dtype]
     tensors = f_z, z, copy, None, spill, *adjoints, *(compared or (None, None))
     return INVERT.pack(get_num_threads(), 1, *types, *[0 if x is None else x.data_ptr() for x in tensors])

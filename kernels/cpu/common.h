@@ -90,10 +90,10 @@ INLINE void *at(const void *p, int64_t i, enum dtype type) {
     default: { const enum dtype NAME = F16; __VA_ARGS__; } break;    \
     }
 
-/* A half-step and its tensors; __init__.py packs this structure. gamma, sign, p, d and bits are the exact state's. NULL
- * are: z where gamma is 1; what belongs to adjoints where there are none; the seed, sums [2][chunks][LANES], and spill
- * where they are not asked for; floor and worst [chunks][LANES] unless an inverse is compared with the initial state,
- * which is then in the place of the copy. */
+/* A half-step and its tensors; __init__.py packs this structure. gamma, sign, p, d and bits are the exact state's. z is
+ * NULL where gamma is 1. sums [2][chunks][LANES], spill, and the adjoint and its company are NULL unless they are asked
+ * for. So are floor and worst [chunks][LANES], with which an inverse is compared with the initial state: then the copy
+ * is the initial state. */
 typedef struct {
     void *state;
     int64_t n;
@@ -106,11 +106,11 @@ typedef struct {
     int32_t *worst;
 } call;
 
-/* Elements [from, from + n) of the state, which are number `chunk` of so many. */
+/* Chunk number `chunk` of `chunks` chunks: the elements [from, from + n) of the state. */
 typedef struct { int64_t chunk, chunks, from, n; } part;
 
-/* Runs a function for every chunk, and returns whether it did for any. A parallel region with one thread would cost
- * 0.7 us, as much as 2,000 elements. */
+/* Runs a function for every chunk, and returns whether it returned 1 for any. A parallel region with one thread would
+ * cost 0.7 us, as much as 2,000 elements. */
 static int each_chunk(const call *c, int (*run)(const call *, part)) {
     const int64_t size = (int64_t)c->rows * LANES, n = c->n, chunks = (n + size - 1) / size;
     int any = 0;

@@ -115,8 +115,8 @@ INLINE int step_row(const call *c, int64_t *state, int64_t row, int64_t n, int32
     return bad | step_loop(state, number, y, n, radix, 1, 1);
 }
 
-#define FOR_EACH_ROW                                                                                                \
-    for (int64_t row = p.from, end = p.from + p.n, n; n = end - row < LANES ? end - row : LANES, row < end; row += LANES)
+#define FOR_EACH_ROW                                                                                               \
+    for (int64_t row = p.from, end = row + p.n, n; n = end - row < LANES ? end - row : LANES, row < end; row += LANES)
 
 /* A half-step with a spill saves the remainder there, and restarts from 0. Its inverse restores it from there. */
 INLINE int step(const call *c, part p, const int inverse) {

@@ -158,12 +158,12 @@ def test_the_growth_of_the_adjoint_is_that_of_a_linear_map():
 
 @pytest.mark.cpu
 def test_converging_to_two_points_is_noticed():
-    f, z0 = lambda z: -torch.tanh(2 * z), torch.full((3,), 0.1)
+    f, z0 = lambda z: 9 - torch.tanh(2 * (z - 9)), torch.full((3,), 9.1)
     with pytest.raises(revdeq.ConvergenceError, match=r"two different points.*gamma"):
         revdeq.solve(f, z0, tol=1e-6, max_steps=500, check="raise")
     with torch.no_grad():
         solution = revdeq.solve(f, z0, tol=1e-6, max_steps=500, check=None)
-    assert solution.converged and solution.gap > 1
+    assert solution.converged and 0.1 < solution.gap < 0.5
     assert revdeq.solve(torch.cos, z0, tol=1e-6, max_steps=500, check="raise").gap < 1e-5
 
 
@@ -188,15 +188,15 @@ def test_verify_reports_rounding_and_where_it_began():
 
 
 @pytest.mark.cpu
-def test_verify_reports_a_nondeterministic_function():
-    linear, generator = nn.Linear(50, 50), torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("change", [lambda z, k: z + 1e-6 * k, lambda z, k: z.roll(k, 1)], ids=["numbers", "places"])
+def test_verify_reports_a_nondeterministic_function(change):
+    linear, calls = nn.Linear(50, 50), []
 
-    def noisy(z):
-        noise = torch.zeros(4, 50)
-        noise.view(-1)[:12] = torch.rand(12, generator=generator)
-        return torch.tanh(linear(z)) + noise
+    def f(z):
+        calls.append(1)
+        return change(torch.tanh(linear(z)), len(calls))
 
-    report = revdeq.verify(noisy, torch.randn(4, 50), max_steps=4)
+    report = revdeq.verify(f, torch.randn(4, 50), max_steps=4)
     assert report.changed_output[0] == 8
     assert str(report).startswith("your f is not deterministic: evaluation 8 differs when it is repeated")
 

@@ -337,7 +337,7 @@ def test_a_solve_inside_f_stops_at_its_tolerance(state):
         return 0.3 * reference(inner, torch.ones_like(z), z, max_steps=counts.pop(0)).z + x
 
     ours = gradients(solve(step, zeros(), x), x, w)
-    assert all(1 < n < 50 for n in counts)
+    assert 1 < counts[0] == revdeq.solve(inner, torch.ones(3, D), zeros(), tol=1e-3, max_steps=50).steps < 50
     agree(ours, gradients(reference(stored, zeros(), x), x, w))
 
 

@@ -116,14 +116,23 @@ def test_nested_states_and_other_dtypes():
 def test_tune_is_never_worse_than_the_given_pair_and_is_deterministic(name, given):
     """On every second example, which was held out."""
     f, x = blocks()[name]
-    before = torch.get_rng_state()
     found = revdeq.tune(f, torch.zeros_like(x), x, max_steps=6, **given)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert found.given[:2] == (given.get("beta", 0.5), given.get("gamma", 1.0))
+    held = x[1::2]
+    z = revdeq.solve(f, torch.zeros_like(held), held, max_steps=6, **given).z
+    residual = ((f(z, held) - z).norm() / z.norm()).item()
+    assert found.given[:3] == (given.get("beta", 0.5), given.get("gamma", 1.0), pytest.approx(residual, rel=1e-3))
     assert found.residual <= found.given.residual and len(found.trials) <= 24
     assert all(abs(1 - t.beta) >= 1 / 16 and 0 < t.gamma < 2 for t in found.trials)
     again = revdeq.tune(f, torch.zeros_like(x), x, max_steps=6, **given)
     assert again.trials == found.trials and str(again) == str(found)
+
+
+def test_all_solves_of_tune_see_the_same_random_numbers():
+    """Nothing of one example is held out, so that the given pair is tried twice."""
+    f, x = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Tanh()), torch.randn(1, 64)
+    before = torch.get_rng_state()
+    found = revdeq.tune(lambda z, x: f(z) + x, torch.zeros_like(x), x, max_steps=4)
+    assert found.given in found.trials and torch.equal(torch.get_rng_state(), before)
 
 
 WORKS = [("conv", {"max_steps": 8}), ("transformer", {"max_steps": 24}), ("conv", {"max_steps": 100, "tol": 1e-3})]

@@ -2,17 +2,18 @@
 
     python tests/tools/mutants [name ...]    all bugs, or those whose name or file contains one of these words
 
-Writes to results.md in this folder which test notices each bug, and fails if one goes unnoticed without an explanation.
+Writes which test notices each bug to results.csv, and a summary to results.md, and fails if one goes unnoticed without
+an explanation.
 Bugs in C and in the wrapper are noticed by tests that `make test` runs; those in Triton's kernels by an emulator, by
 budgets of machine code, or by an interpreter. The test that noticed a bug before runs first, alone; then all: those
-whose names share most words with the bug's, those that noticed bugs of the same file, the fastest. A result holds until
-the file of the bug or that of the test changes, so that an interrupted run resumes. Each run is a fork of this process,
-which has imported torch.
+whose names share most words with the bug's, and those that noticed bugs of the same file. A result holds until the file
+of the bug or that of the test changes, so that an interrupted run resumes. Each run is a fork of this process, which
+has imported torch.
 """
 
 import argparse
+import csv
 import hashlib
-import json
 import multiprocessing
 import os
 import re
@@ -24,19 +25,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch  # noqa: F401
 from bugs import BUGS, EQUIVALENT, GONE, REPOSITORY, Bug
 from drawn import DRAWN
 
-RESULTS = Path(__file__).parent / "results.md"
-DURATIONS = REPOSITORY / ".venv/durations.json"
+RESULTS = Path(__file__).parent / "results.csv"
 UNNOTICED = "nothing"
-
 ALL = (*BUGS, *DRAWN)
 
 
@@ -56,19 +54,14 @@ def area(bug: Bug) -> str:
     return "C" if bug.file.startswith("kernels/cpu/") else "Triton"
 
 
-@dataclass(frozen=True)
-class Noticed:
-    """A row of the table. by: the file and the name of a test. key: a hash of what the result depends on."""
+class Noticed(NamedTuple):
+    """A row of results.csv. by: the file and the name of a test. key: a hash of what the result depends on."""
 
     name: str
     file: str
     by: str
     seconds: float
-    key: str = ""
-
-    def __str__(self) -> str:
-        name = self.name.replace("|", "\\|")
-        return f"| {name} | {self.file} | {self.by} | {self.seconds:.0f} | {self.key} |"
+    key: str
 
 
 def fingerprint(bug: Bug, by: str) -> str:
@@ -80,29 +73,24 @@ def fingerprint(bug: Bug, by: str) -> str:
 
 def earlier() -> dict[str, Noticed]:
     """The rows of earlier runs, by name."""
-    text = RESULTS.read_text() if RESULTS.exists() else ""
-    rows = re.findall(r"^\| (.+) \| (\S+/\S+) \| (.+) \| (\d+) \| (\w+) \|$", text, re.MULTILINE)
-    return {x.replace("\\|", "|"): Noticed(x.replace("\\|", "|"), *more, float(s), k) for x, *more, s, k in rows}
+    with RESULTS.open(newline="") as file:
+        return {name: Noticed(name, *row, float(s), key) for name, *row, s, key in csv.reader(file)}
 
 
 def write(results: dict[str, Noticed]) -> None:
     rows = [(bug, results[bug.name]) for bug in ALL if bug.name in results]
-    lines = ["# Which test notices each bug", "", "Written by `make mutants`.", ""]
+    with RESULTS.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(row for _, row in rows)
+    lines = ["# How many of the seeded bugs are noticed", "", "Written by `make mutants`.", ""]
     lines += ["| bugs in | noticed | of | minutes |", "| --- | --- | --- | --- |"]
     for name in dict.fromkeys(map(area, ALL)):
         found = [row for bug, row in rows if area(bug) == name]
         count, minutes = sum(row.by != UNNOTICED for row in found), sum(row.seconds for row in found) / 60
         lines.append(f"| {name} | {count} | {sum(area(bug) == name for bug in ALL)} | {minutes:.0f} |")
-    if survivors := [row.name for _, row in rows if row.by == UNNOTICED]:
-        lines += [
-            "",
-            "Unnoticed:",
-            "",
-            *(f"- {name}: {EQUIVALENT.get(name, 'no test notices it')}" for name in survivors),
-        ]
-    lines += ["", "Gone, because their mechanism is gone:", "", *(f"- {x}" for x in GONE)] if GONE else []
-    lines += ["", "| bug | file | noticed by | seconds | key |", "| --- | --- | --- | --- | --- |"]
-    RESULTS.write_text("\n".join([*lines, *(str(row) for _, row in rows), ""]))
+    unnoticed = [row.name for _, row in rows if row.by == UNNOTICED]
+    lines += ["", "Unnoticed:", "", *(f"- {x}: {EQUIVALENT.get(x, 'no test notices it')}" for x in unnoticed)]
+    lines += ["", "Gone, because their mechanism is gone:", "", *(f"- {x}" for x in GONE), ""]
+    RESULTS.with_suffix(".md").write_text("\n".join(lines))
 
 
 def copy_repository(to: Path) -> None:
@@ -142,29 +130,21 @@ class Watch:
 
     def __init__(self, first: Sequence[str], only: bool = False, words: str = ""):
         self.first, self.only, self.words, self.failure = first, only, words_of(words), None
-        self.durations = Counter(json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {})
 
     def pytest_collection_modifyitems(self, items):
         names = {x: name for x in items if (name := x.nodeid.partition("[")[0]) not in self.wrong}
         places = {x: self.first.index(name) for x, name in names.items() if name in self.first}
         items[:] = places if self.only else names
-        common = {x: len(self.words & words_of(x.nodeid)) for x in items}
-        items.sort(key=lambda x: (-common[x], places.get(x, len(self.first)), self.durations[x.nodeid]))
+        items.sort(key=lambda x: (-len(self.words & words_of(x.nodeid)), places.get(x, len(self.first))))
 
     def pytest_runtest_setup(self):
         signal.alarm(900)  # then the process is killed
 
     def pytest_runtest_logreport(self, report):
-        self.durations[report.nodeid] = max(round(report.duration, 2), self.durations[report.nodeid])
         if report.failed:
             self.failure = report.nodeid.partition("[")[0]
 
-    def pytest_collectreport(self, report):
-        if report.failed:
-            self.failure = report.nodeid
-
-    def pytest_sessionfinish(self):
-        DURATIONS.write_text(json.dumps(self.durations))
+    pytest_collectreport = pytest_runtest_logreport
 
 
 def run_tests(arguments: list[str], where: Path, watch: Watch, sender) -> None:
@@ -215,7 +195,7 @@ def notice(bug: Bug, where: Path, results: dict[str, Noticed]) -> Noticed:
     for restored in (bug.file, *(x.relative_to(REPOSITORY) for x in REPOSITORY.glob("kernels/_cpu*"))):
         shutil.copy2(REPOSITORY / restored, where / restored)
     by, sys.dont_write_bytecode = by or UNNOTICED, False
-    return Noticed(bug.name, bug.file, by, time.perf_counter() - start, fingerprint(bug, by))
+    return Noticed(bug.name, bug.file, by, round(time.perf_counter() - start), fingerprint(bug, by))
 
 
 def main() -> int:
@@ -224,8 +204,7 @@ def main() -> int:
     arguments = parser.parse_args()
     bugs = [b for b in ALL if not arguments.names or any(x in f"{b.name} {b.file}" for x in arguments.names)]
     results = earlier()
-    current = {bug.name: replace(row, key=fingerprint(bug, row.by)) for bug in ALL if (row := results.get(bug.name))}
-    left = [bug for bug in bugs if bug.name not in results or results[bug.name] != current[bug.name]]
+    left = [b for b in bugs if not (row := results.get(b.name)) or row.key != fingerprint(b, row.by)]
     pytest.main(["--version"])  # imports its plugins
     with tempfile.TemporaryDirectory() as folder:
         where, right = Path(folder), {UNNOTICED}
@@ -235,7 +214,7 @@ def main() -> int:
                 print(f"{row.by} fails without any bug", flush=True)
                 Watch.wrong.add(row.by)
             right.add(row.by)
-            print(row, flush=True)
+            print(*row, sep=", ", flush=True)
             write({**earlier(), row.name: row})
     results = earlier()
     unnoticed = [bug.name for bug in bugs if results[bug.name].by == UNNOTICED and bug.name not in EQUIVALENT]
