@@ -96,9 +96,6 @@ class Driver(_DummyBackendModule):
     def current_device(self):
         return self._index
 
-    def set_device(self, device):
-        self._index = self._number(device)
-
     @contextlib.contextmanager
     def device(self, device):
         before = self._index
@@ -201,6 +198,9 @@ class Driver(_DummyBackendModule):
 
     def reset_peak_memory_stats(self, device=None):
         self._peak[self._number(device)] = self.memory_allocated(device)
+
+    def get_device_name(self, device=None):
+        return "no GPU"
 
     def get_amp_supported_dtype(self):
         return [torch.float16, torch.bfloat16]
