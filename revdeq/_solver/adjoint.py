@@ -142,7 +142,7 @@ class BackwardPass:
     def _went_back(self) -> None:
         """After a half-step was inverted, f's tensors are no longer needed."""
         self._at -= 1
-        self.evaluation.clear()
+        self.evaluation.free(self._read[0].device if self._f.spreads else None)
         self._outputs = None
         if self._at == 1:
             self._read = self._z0  # it is known: use it, not its reconstruction

@@ -8,6 +8,7 @@ reconstructed here.
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -44,6 +45,8 @@ class Evaluation(dict[int, Tensor]):
             self.clear()  # they refer to the graph, and the graph to this object
             raise
         self._count = len(self)
+        if self.k < 2:
+            f.spreads = f.spreads or any(x.device != read[0].device for x in self.values())
         return outputs
 
     def repeat(self, f: Repeatable, read: State) -> State:
@@ -84,6 +87,12 @@ class Evaluation(dict[int, Tensor]):
             self._refuse_changes("after the forward pass, and keep > 0 needs it")
         outputs, self.outputs = self.outputs, None
         return outputs
+
+    def free(self, device: torch.device | None) -> None:
+        """Free the tensors of one device, or all. Nodes on another device run in another thread, and may be late."""
+        others = {} if device is None else {place: x for place, x in self.items() if x.device != device}
+        self.clear()
+        self.update(others)
 
     def drop(self) -> None:
         """Forget what was kept."""

@@ -34,8 +34,8 @@ class Repeatable:
     """f with a state given as a flat list of tensors.
 
     aux: the auxiliary output of the last evaluation, if f has any. draws: whether f uses torch's default generators,
-    which the first evaluation shows. differentiates: whether f computes derivatives itself. autocasts: whether under
-    autocast.
+    which the first evaluation shows. differentiates: whether f computes derivatives itself. spreads: whether it
+    saves tensors on another device than that of the state. autocasts: whether under autocast.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Repeatable:
         self._device, self._is_cuda = x.device, x.is_cuda
         self._has_versions = not torch.is_inference_mode_enabled()
         self._usual = (x.dtype, x.shape, x.device, torch.strided) if self._is_tensor and not is_traced else None
-        self.draws, self.differentiates, self._is_new = False, False, not is_traced
+        self.draws, self.differentiates, self.spreads, self._is_new = False, False, False, not is_traced
         self._random: Sequence[Tensor] = ()
         self._autocast, self._attention = _autocast(x.device), _attention()
         self.autocasts = any(enabled for _, _, enabled, _ in self._autocast)

@@ -86,11 +86,11 @@ def test_a_solve_launches_as_many_torch_kernels_for_any_number_of_steps(state):
     assert counts[0] == counts[1] and counts[0].total() <= 30, counts
 
 
-def check_gradients(f, parameters, state):
+def check_gradients(f, parameters, state, device=DEVICE):
     """Against those of a stored graph. The exact state resolves 6e-8."""
     grads = []
     for solver in (lambda *args: revdeq.solve(*args, state=state).z, stored_graph):
-        z = solver(f(), torch.zeros(3, 6, device=DEVICE))
+        z = solver(f(), torch.zeros(3, 6, device=device))
         grads.append(torch.autograd.grad(z.square().sum(), parameters))
     for ours, expected in zip(*grads, strict=True):
         assert (ours - expected).norm() <= (1e-6 if state == "float64" else 1e-5) * expected.norm()
@@ -112,16 +112,19 @@ def test_f_may_capture_a_computed_tensor(state):
     assert len(threads) == 2 and len(fired) == 2
 
 
-@BOTH_STATES
-def test_parts_of_f_on_the_cpu(state):
-    """Their nodes have a separate queue in the backward pass, and may run late."""
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("home", ["cpu", DEVICE])
+def test_parts_of_f_on_another_device(home, reads):
+    """Their nodes have a separate queue in the backward pass. Those that do not depend on the state run late."""
     torch.manual_seed(0)
-    part, whole = nn.Linear(6, 6), nn.Linear(6, 6).to(DEVICE)
+    there = DEVICE if home == "cpu" else "cpu"
+    part, whole, w = nn.Linear(6, 6).to(there), nn.Linear(6, 6).to(home), torch.randn(300, 6).to(there)
 
     def f(z):
-        return torch.tanh(whole(z)) + 0.1 * torch.tanh(part(z.to("cpu"))).to(DEVICE)
+        other = torch.tanh(part(z.to(there))) if reads else torch.tanh(torch.tanh(part(w)) @ part.weight)[:3]
+        return torch.tanh(whole(z)) + 0.1 * other.to(home)
 
-    check_gradients(lambda: f, [*part.parameters(), *whole.parameters()], state)
+    check_gradients(lambda: f, [*part.parameters(), *whole.parameters()], "float64", home)
 
 
 # deferred checks
