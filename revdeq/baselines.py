@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_structure
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
@@ -105,7 +105,7 @@ class Anderson(RevDEQ):
         torch.Size([4, 8])
     """
 
-    def __init__(self, f: nn.Module, *, evaluations: int | None = None, **options: Unpack[Keywords]) -> None:
+    def __init__(self, f: Callable[..., Any], *, evaluations: int | None = None, **options: Unpack[Keywords]) -> None:
         import torchdeq  # noqa: F401, raises here, and not in the first call, if it is missing
 
         super().__init__(f, **options)

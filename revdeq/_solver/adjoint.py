@@ -39,7 +39,7 @@ class BackwardPass:
         self._context = self._f.as_in_forward()  # read once: it does not change within a pass
         self.evaluation = Evaluation(self._at)
         self._outputs: State | None = None
-        self.adjoints: tuple[State, State] | None = None
+        self.adjoints: list[State] | None = None
         self._entering: dict[int, Gradients] = {}
         self._maxima: list[Tensor] = []
         self._floors = [typical_magnitude(x) for x in self._read] if self._check else []
@@ -66,12 +66,13 @@ class BackwardPass:
             return products
         else:  # here the gradient begins
             self.reach(evaluation)
-            self.adjoints = tuple([torch.zeros_like(x, dtype=wide(x.dtype)) for x in self._read] for _ in range(2))
+            self.adjoints = [[torch.zeros_like(x, dtype=wide(x.dtype)) for x in self._read] for _ in range(2)]
             seeds = self._add(k, products)
             if entering is not None:
                 seeds = self._add(k, entering)
             if self._check:
-                self._statistics.last = _norms((*products, *(entering or ()), *sum(self._entering.values(), ())))
+                others = [g for grads in (entering or (), *self._entering.values()) for g in grads]
+                self._statistics.last = _norms([*products, *others])
         if k == 0 and self._check and self._maxima:
             self._compare_start()
         return seeds

@@ -159,7 +159,8 @@ class Check:
 
     def _tell(self, text: str, error: Any = ConvergenceError, warning: type[Warning] = ConvergenceWarning) -> None:
         """Raise, or warn once per calling line."""
-        text += f" (beta = {self.precision.step.beta:.6g}, N = {self.options.max_steps} steps)"
+        most = "at most " if self.options.tol else ""
+        text += f" (beta = {self.precision.step.beta:.6g}, N = {most}{self.options.max_steps} steps)"
         if self.options.check == "raise" and error is not None:
             raise error(text)
         if (*self.site, warning) not in _already_warned:

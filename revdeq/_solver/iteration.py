@@ -48,7 +48,7 @@ class Iteration:
     norms: Tensor
     converged: Any = None
     last: Any = ()
-    Backward = BackwardPass
+    Backward: type[BackwardPass] = BackwardPass
 
     def __init__(
         self, f: Repeatable, z0: State, y0: State, precision: Float64, options: Options, check: Check | None

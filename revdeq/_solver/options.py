@@ -145,7 +145,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _is_count(x: Any, least: int) -> bool:
-    return isinstance(x, Integral) and not isinstance(x, bool) and x >= least
+    return isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= least
 
 
 def _check_pair(beta: Any, gamma: Any) -> None:

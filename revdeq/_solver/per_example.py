@@ -72,7 +72,7 @@ class BackwardByExample(BackwardPass):
 class ByExample(Iteration):
     """ends: the number of half-steps of each example, on the host; the maximum while it moves."""
 
-    Backward = BackwardByExample
+    Backward: Any = BackwardByExample
 
     def __init__(self, f: Any, z0: State, *others: Any) -> None:
         super().__init__(f, z0, *others)

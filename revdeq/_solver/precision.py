@@ -71,15 +71,14 @@ class Integers(Float64):
 
 def precision_for(options: Options, device: torch.device) -> Float64:
     """The format for these options."""
-    states = backend_for(device).states
-    if options.state == "float64":
-        return _precision(Float64, states["float64"], options.beta, options.gamma, "float64")
-    return _precision(Integers, states["exact"], options.beta, options.gamma, options.state)
+    name = "float64" if options.state == "float64" else "exact"
+    kind: Any = backend_for(device).states[name]
+    return _precision(kind, options.beta, options.gamma, options.state)
 
 
 @functools.lru_cache(64)
-def _precision(format_: type[Float64], kind: Any, beta: float, gamma: float, state: str | Exact) -> Float64:
-    return format_(coefficients(beta, gamma, state), kind)
+def _precision(kind: Any, beta: float, gamma: float, state: str | Exact) -> Float64:
+    return (Float64 if state == "float64" else Integers)(coefficients(beta, gamma, state), kind)
 
 
 def coefficients(beta: float, gamma: float, state: str | Exact = "float64") -> Any:

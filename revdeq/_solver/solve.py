@@ -208,9 +208,9 @@ def _iteration(f: Any, z: State, y: State, spec: TreeSpec, args: Any, kwargs: An
 
 
 def _solution(it: Iteration, y: State, z: State, aux: Any, spec: TreeSpec) -> Solution:
-    step, known = it.precision.step, (it.precision.name, it.statistics, aux)
-    states = structured(z, spec), structured(y, spec)
-    return Solution(*states, it.steps_taken(), 2 * it.steps, it.norms, it.converged, step.beta, step.gamma, *known)
+    states, step, name = (structured(z, spec), structured(y, spec)), it.precision.step, it.precision.name
+    taken = it.steps_taken(), 2 * it.steps, it.norms, it.converged
+    return Solution(*states, *taken, step.beta, step.gamma, name, it.statistics, aux)
 
 
 def _distance(y: State, z: State) -> Tensor:

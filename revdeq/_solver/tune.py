@@ -323,12 +323,13 @@ def _split(problem: Problem) -> tuple[Problem, Problem, str]:
     batches = problem.batches
     if len(batches) > 1:
         return replace(problem, batches=batches[:-1]), replace(problem, batches=batches[-1:]), "the batch held out"
-    sizes = {x.shape[:1] if isinstance(x, Tensor) else None for x in tree_leaves(batches[0])}
-    if len(sizes) == 1 and (min(min(sizes) or (0,)) > 1):
-        even, odd = (
-            replace(problem, batches=[tree_map(lambda x: x[start::2], batches[0])])  # noqa: B023
-            for start in (0, 1)
-        )
+
+    def half(start: int) -> Problem:
+        return replace(problem, batches=[tree_map(lambda x: x[start::2], batches[0])])
+
+    lengths = {x.shape[0] if isinstance(x, Tensor) and x.dim() else 0 for x in tree_leaves(batches[0])}
+    if len(lengths) == 1 and min(lengths) > 1:
+        even, odd = half(0), half(1)
         with contextlib.suppress(RuntimeError, ValueError, IndexError):  # some f take no part of a batch, as of a graph
             odd.trial(0.5, 1.0, max_steps=1)
             return even, odd, "every second example, held out"

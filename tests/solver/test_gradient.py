@@ -100,15 +100,6 @@ def test_gradients_of_low_precision_are_added_up_as_in_a_stored_graph(dtype):
     assert relative(*found) <= 4 * torch.finfo(dtype).eps
 
 
-def test_f_may_ignore_its_state_or_its_parameters():
-    x, f = torch.randn(3, requires_grad=True), nn.Linear(3, 3)
-    z = revdeq.solve(lambda z: 2 * x, torch.zeros(3), beta=0.5, max_steps=30, state="exact").z
-    torch.testing.assert_close(torch.autograd.grad(z.sum(), x)[0], torch.full((3,), 2.0))
-    f.unused, f.used = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
-    revdeq.solve(lambda z: 0.5 * z + f.used, torch.zeros(3)).z.sum().backward()
-    assert f.used.grad is not None and f.unused.weight.grad is None
-
-
 def test_checkpointing_agrees_with_the_stored_graph():
     """Checks the baselines that the benchmarks compare with."""
     f, (x, _) = Block(), points(4, 6)

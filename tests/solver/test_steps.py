@@ -141,10 +141,10 @@ def test_a_backward_pass_between_two_steps():
 
 
 def test_steps_of_a_layer_and_what_they_refuse():
-    f, (z0, x) = Block(), inputs()
+    f, (z0, x), y0 = Block(), inputs(), torch.randn(3, D)
     deq = revdeq.RevDEQ(f, max_steps=3)
-    *_, last = deq.steps(x, z0=z0)
-    assert torch.equal(last.z, deq(x, z0=z0)) and len(list(deq.steps(x, max_steps=2))) == 2
+    *_, last = deq.steps(x, z0=z0, y0=y0)
+    assert torch.equal(last.z, deq(x, z0=z0, y0=y0)) and len(list(deq.steps(x, max_steps=2))) == 2
     with pytest.raises(ValueError, match="gradient = 'implicit'"):
         revdeq.steps(f, z0, x, gradient="implicit")
     steps = revdeq.steps(f, z0, x)
@@ -152,15 +152,6 @@ def test_steps_of_a_layer_and_what_they_refuse():
         next(steps).z.mul_(2)
     with pytest.raises(RuntimeError, match="modified in place.*clone"):
         next(steps)
-
-
-@EVERY
-def test_y0(settings):
-    f, (z0, x), y0 = Block(), inputs(), torch.randn(3, D).requires_grad_()
-    solution = revdeq.solve(f, z0, x, y0=y0, max_steps=N, check="raise", **settings)
-    both = solution, stored(f, z0, x, y0=y0, **settings)[-1]
-    close(*(torch.autograd.grad(s.z.sum() + s.y.square().sum(), [z0, y0, x, *f.parameters()]) for s in both))
-    assert torch.equal(revdeq.RevDEQ(f, max_steps=N, **settings)(x, z0=z0, y0=y0), solution.z)
 
 
 def test_float64_states_continue_from_their_values():
