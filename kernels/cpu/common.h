@@ -92,8 +92,8 @@ INLINE void *at(const void *p, int64_t i, enum dtype type) {
 
 /* A half-step and its tensors; __init__.py packs this structure. gamma, sign, p, d and bits are the exact state's. z is
  * NULL where gamma is 1. sums [2][chunks][LANES], spill, and the adjoint and its company are NULL unless they are asked
- * for. So are floor and worst [chunks][LANES], with which an inverse is compared with the initial state: the copy is the
- * initial state then. */
+ * for. So are floor and worst [chunks][LANES], with which an inverse is compared with the initial state: then the copy
+ * is the initial state. */
 typedef struct {
     void *state;
     int64_t n;

@@ -44,7 +44,8 @@ INLINE void step_rows(enum kind kind, const call *c, part p, enum dtype f_type, 
     for (int64_t row = p.from; row < end; row += size)
         step_row(kind, c->a, c->b, c->c, (double *)c->state + row, at(c->f, row, f_type),
                  mix ? at(c->z, row, copy_type) : NULL, at(c->copy, row, copy_type),
-                 end - row < size ? end - row : size, change, value, kind == COMPARE ? *c->floor : 0, worst, f_type, copy_type, mix);
+                 end - row < size ? end - row : size, change, value, kind == COMPARE ? *c->floor : 0, worst, f_type,
+                 copy_type, mix);
 }
 
 #define STEP(KIND)                                                                                                  \

@@ -122,17 +122,19 @@ CASES = pairwise(
 )
 
 
+def compare_all(half_steps, operations):
+    for operation, step, n, f_dtype, dtype, seed, spill, in_place in CASES:
+        if operation in operations:
+            state, given = tensors((n,), f_dtype, dtype, step)
+            more = {"seed": seed, "spill": spill, "in_place": in_place}
+            _, _, adjoint, *rest = compare(half_steps, operation, step, state, given, **more)
+            if seed is not None and operation in ("invert_adjoint", "invert_compare"):
+                same_bits(rest[0], adjoint.to(seed))
+
+
 @pytest.mark.parametrize("operations", [OPERATIONS[:3], OPERATIONS[3:]], ids=["without adjoints", "with adjoints"])
 def test_bits_equal_the_reference(half_steps, operations):
-    for operation, step, n, f_dtype, dtype, seed, spill, in_place in CASES:
-        if operation not in operations:
-            continue
-        state, given = tensors((n,), f_dtype, dtype, step)
-        _, _, adjoint, *rest = compare(
-            half_steps, operation, step, state, given, seed=seed, spill=spill, in_place=in_place
-        )
-        if seed is not None and operation in ("invert_adjoint", "invert_compare"):
-            same_bits(rest[0], adjoint.to(seed))
+    compare_all(half_steps, operations)
 
 
 def test_bits_equal_the_reference_for_all_fraction_bits(half_steps):

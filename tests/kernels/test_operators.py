@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_kernels
 import torch
 from torch.library import opcheck
 
@@ -299,14 +300,7 @@ def under_the_sanitizer(library):
     cpu.library = cpu.load(library)
     for name in BAD:
         refuse_all(name)
-    for n in (0, 1, 3, 127, 128, 600, 2**13 + 1):
-        for gamma in (1.0, 1.3):
-            for operator in OPERATORS:
-                given = arguments(operator, gamma, torch.bfloat16 if n % 2 else torch.float32, n)
-                call(operator, **given)
-            state = exact_state(given)
-            given = {key: x for key, x in given.items() if key not in ("y", "beta", "gamma")}
-            state.invert_adjoint(**given)
+    test_kernels.compare_all(({"float64": cpu.HalfStep, "exact": cpu.ExactHalfStep}, "cpu"), test_kernels.OPERATIONS)
     print("all refused", flush=True)
     state = torch.zeros(8, dtype=torch.float64)
     cpu.HalfStep(state, Coefficients.rounded(0.5)).relax(torch.zeros(2), None, torch.empty(8))

@@ -56,6 +56,15 @@ def solver(**options):
 solve = solver()
 
 
+def same(gradients_by, *runs, tolerance=2e-6):
+    """Solves give the gradients of the stored graph, from the same seed."""
+    found = []
+    for run in (*(runs or (solve,)), reference):
+        torch.manual_seed(0)
+        found.append(gradients_by(run))
+    agree(*found, tolerance=tolerance)
+
+
 def linear(d=D):
     layer = nn.Linear(d, d)
     layer.weight.data *= 0.5
@@ -264,13 +273,14 @@ MAY = [x for key, x in vars(May).items() if not key.startswith("__")]
 @pytest.mark.parametrize(("case", "settings"), [*in_turn(MAY, SETTINGS), *in_turn(MAY[9::3], SETTINGS[1:3])])
 def test_f_may(case, settings):
     """Larger coefficients amplify the resolution of an exact state."""
-    found, coefficients = [], {k: v for k, v in settings.items() if k in ("beta", "gamma")}
-    for run in (solver(**settings), functools.partial(reference, **coefficients)):
-        torch.manual_seed(0)
+    coefficients = {k: v for k, v in settings.items() if k in ("beta", "gamma")}
+
+    def of(run):
         f, *of = case()
         z0, x = point() if settings else zeros(), point()
-        found.append(gradients(run(f, z0, x), z0, x, *of))
-    agree(*found, tolerance=7e-6 if "beta" in settings else 2e-6)
+        return gradients(run(f, z0, x, **coefficients), z0, x, *of)
+
+    same(of, solver(**settings), tolerance=7e-6 if "beta" in settings else 2e-6)
 
 
 COMPILED = {
@@ -283,7 +293,7 @@ COMPILED = {
 def test_f_may_be_compiled(what):
     torch._dynamo.reset()
     f, x = Added(network()), point()
-    agree(gradients(solve(COMPILED[what](f), zeros(), x), x, f), gradients(reference(f, zeros(), x), x, f))
+    same(lambda run: gradients(run(f if run is reference else COMPILED[what](f), zeros(), x), x, f))
 
 
 @pytest.mark.parametrize("settings", [{}, KEEP], ids=str)
@@ -303,9 +313,9 @@ def test_hooks_on_what_f_uses_run_once(settings):
 
 
 def test_f_may_solve_with_dropout_and_store_values():
-    inner, other, f, x, found = linear(), linear(), linear(), point(), []
-    for run in (solve, solver(**EXACT), reference):
+    inner, other, f, x = linear(), linear(), linear(), point()
 
+    def of(run):
         def step(z, x):
             kept = []
 
@@ -313,11 +323,11 @@ def test_f_may_solve_with_dropout_and_store_values():
                 kept.append(other(w + z))
                 return F.dropout(torch.tanh(inner(w) + z), 0.3)
 
-            return 0.3 * F.dropout(f(z), 0.3) + 0.3 * run(g, torch.zeros_like(z), z).z + 0.1 * kept[-1] + x  # noqa: B023
+            return 0.3 * F.dropout(f(z), 0.3) + 0.3 * run(g, torch.zeros_like(z), z).z + 0.1 * kept[-1] + x
 
-        torch.manual_seed(0)
-        found.append(gradients(run(step, zeros(), x), x, inner, other, f))
-    agree(*found)
+        return gradients(run(step, zeros(), x), x, inner, other, f)
+
+    same(of, solve, solver(**EXACT))
 
 
 @pytest.mark.parametrize("state", ["float64", "exact"])
@@ -382,26 +392,26 @@ STORED = [(0, {}, True), (1, KEEP, False), (3, EXACT, True), (6, KEEP, True), (7
 @pytest.mark.parametrize(("i", "settings", "alone"), STORED, ids=str)
 def test_a_loss_may_use_what_any_evaluation_stored(i, settings, alone):
     """Also without the solution: later half-steps are then inverted without a gradient."""
-    found, z0 = [], point()
-    for run in (solver(**settings), reference):
-        torch.manual_seed(0)
+    z0 = point()
+
+    def of(run):
         f, layer, kept = storing()
         z = run(f, z0).z.sum()
         z = 0 if alone else z
-        found.append(torch.autograd.grad(kept[i].square().sum() + z, [z0, layer.weight], allow_unused=True))
-    agree(*found)
+        return torch.autograd.grad(kept[i].square().sum() + z, [z0, layer.weight], allow_unused=True)
+
+    same(of, solver(**settings))
 
 
 def test_losses_one_after_the_other():
-    found = []
-    for run in (solver(keep=5), solver(**EXACT), reference):
-        torch.manual_seed(0)
+    def of(run):
         f, layer, kept = storing()
         z = run(f, zeros()).z
         for loss in (kept[5].sum(), z.sum(), kept[2].square().sum(), z.square().sum() + kept[6].sum()):
             loss.backward(retain_graph=True)
-        found.append([p.grad for p in layer.parameters()])
-    agree(*found)
+        return [p.grad for p in layer.parameters()]
+
+    same(of, solver(keep=5), solver(**EXACT))
 
 
 # where the passes run
@@ -455,13 +465,13 @@ def test_the_passes_may_run_in(where):
         seen.add(torch.backends.cuda.flash_sdp_enabled())
         return f(z) + 0.5 * F.scaled_dot_product_attention(z, encoded, encoded)
 
-    found = []
-    for run in (solve, reference):
-        solution = forward(lambda run=run: run(step, zeros()))
+    def of(run):
+        solution = forward(lambda: run(step, zeros()))
         loss = solution.z.square().sum() + solution.y.sum()
         parameters = [*encoder.parameters(), *f.parameters()]
-        found.append(backward(lambda loss=loss: torch.autograd.grad(loss, parameters, retain_graph=True)))  # noqa: B023
-    agree(*found)
+        return backward(lambda: torch.autograd.grad(loss, parameters, retain_graph=True))
+
+    same(of)
     assert seen == {where != "a chosen attention"} and torch.backends.cuda.flash_sdp_enabled()
 
 
@@ -535,23 +545,24 @@ def test_saved_tensor_hooks_around_a_solve_do_not_see_its_tensors():
     f = network()
     with saved_tensors_hooks(lambda x: x.half(), lambda x: x):
         solution = solve(f, torch.ones(3, D))
-    agree(gradients(solution, f), gradients(reference(f, torch.ones(3, D)), f))
+    same(lambda run: gradients(solution if run is solve else run(f, torch.ones(3, D)), f))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_around_and_inside(reentrant):
-    f, found = nn.Sequential(linear(), nn.Tanh(), nn.Dropout(0.3)), []
-    for run in (solve, reference):
-        torch.manual_seed(0)
+    f = nn.Sequential(linear(), nn.Tanh(), nn.Dropout(0.3))
+
+    def of(run):
         f.zero_grad()
         z0 = torch.ones(3, D, requires_grad=True)
         if reentrant:
             z = run(lambda z: 0.5 * checkpoint(f, z, use_reentrant=True) + 1, z0).z
         else:
-            z = checkpoint(lambda z0, run=run: run(f, z0).z, z0, use_reentrant=False)
+            z = checkpoint(lambda z0: run(f, z0).z, z0, use_reentrant=False)
         z.square().sum().backward()
-        found.append([f[0].weight.grad, z0.grad])
-    agree(*found)
+        return [f[0].weight.grad, z0.grad]
+
+    same(of)
 
 
 # states
@@ -570,28 +581,25 @@ def test_f_may_return_one_part_of_its_state_as_another(passed_on, settings):
     """The parts begin as views of one tensor. The first is inverted first."""
     f, both = linear(), torch.randn(6, D, requires_grad=True)
 
-    def run(solve):
-        z = solve(lambda z: Pair(torch.tanh(f(z.b)), passed_on(z.a)), Pair(*both.chunk(2))).z
+    def of(run):
+        z = run(lambda z: Pair(torch.tanh(f(z.b)), passed_on(z.a)), Pair(*both.chunk(2))).z
         return torch.autograd.grad((z.a * z.b).sum(), [both, *f.parameters()])
 
-    agree(run(solver(**settings)), run(reference))
+    same(of, solver(**settings))
 
 
 def test_an_expanded_z0_and_a_y0_from_inference_mode():
     f, z0 = network(), point(1, D)
     with torch.inference_mode():
         y0 = torch.ones(3, D)
-    ours = gradients(solve(f, z0.expand(3, D), y0=y0), z0, f)
-    agree(ours, gradients(reference(f, z0.expand(3, D), y0=y0.clone()), z0, f))
+    same(lambda run: gradients(run(f, z0.expand(3, D), y0=y0.clone() if run is reference else y0), z0, f))
 
 
 # training
 
 
 def test_optimizers_in_the_backward_pass():
-    found = []
-    for run in (solve, reference):
-        torch.manual_seed(0)
+    def of(run):
         f, x = network(), point()
         for p in f.parameters():
             sgd = torch.optim.SGD([p], lr=0.1)
@@ -602,8 +610,9 @@ def test_optimizers_in_the_backward_pass():
             loss = z.square().sum()
             z.data.zero_()  # a result may be changed
             loss.backward()
-        found.append([x.grad, *(p.detach() for p in f.parameters())])
-    agree(*found)
+        return [x.grad, *(p.detach() for p in f.parameters())]
+
+    same(of)
 
 
 @pytest.mark.parametrize("gradient", ["exact", "implicit"])
@@ -623,8 +632,7 @@ def test_functional_call_around_the_forward_pass():
             return run(lambda z: torch.tanh(self.layer(z) + x), torch.zeros_like(x)).z
 
     model, x, weight = Model(), torch.randn(3, D), point(D, D)
-    found = [functional_call(model, {"layer.weight": weight}, (x, run)) for run in (solve, reference)]
-    agree(*(torch.autograd.grad(z.sum(), weight) for z in found))
+    same(lambda run: torch.autograd.grad(functional_call(model, {"layer.weight": weight}, (x, run)).sum(), weight))
 
 
 def test_the_implicit_gradient_of_an_f_that_differentiates_itself():
@@ -779,9 +787,9 @@ def test_batch_norm_in_training_mode_is_refused(wrapping):
     for grad in (True, False):
         with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=r"f changes a buffer.*eval\(\)"):
             solve(WRAPPINGS[wrapping](block), z0)
-    agree(gradients(solve(block.without, z0), z0), gradients(reference(block.without, z0), z0))
+    same(lambda run: gradients(run(block.without, z0), z0))
     block.eval()
-    agree(gradients(solve(block, z0), z0, block), gradients(reference(block, z0), z0, block))
+    same(lambda run: gradients(run(block, z0), z0, block))
 
 
 def loss_of(w):
@@ -1002,4 +1010,4 @@ def test_an_interruption_leaves_everything_as_it_was(evaluation):
     with saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
         x.exp()
     assert len(seen) == 1  # by hooks of others, and by none of ours
-    agree(gradients(solve(Added(f), zeros(), x), x, f), gradients(reference(Added(f), zeros(), x), x, f))
+    same(lambda run: gradients(run(Added(f), zeros(), x), x, f))

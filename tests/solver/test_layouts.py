@@ -129,21 +129,6 @@ def test_strides_of_dimensions_of_size_1_are_ignored(device, copies):
     assert not copies
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1, 1), (3, 0)])
-def test_scalars_and_empty_tensors_have_no_layout(device, copies, shape):
-    revdeq.solve(lambda z: 0.5 * z, torch.zeros(shape, device=device))
-    assert not copies
-
-
-def test_an_output_that_is_not_dense_leaves_the_state_as_it_is(device, copies):
-    x = torch.randn(3, 1).to(device).requires_grad_()
-    z0 = torch.zeros(3, 4, device=device)
-    solution = revdeq.solve(lambda z, x: torch.tanh(z.mean(1, keepdim=True) + x).expand(3, 4), z0, x, max_steps=3)
-    assert solution.z.is_contiguous() and len(copies) == 6
-    solution.z.sum().backward()
-    assert x.grad.isfinite().all().item()
-
-
 def test_dropout_has_one_mask_though_f_returns_another_layout_than_that_of_z0(device):
     """It is drawn in the order of the memory: the state keeps the layout of z0."""
     f = lambda z: nn.functional.dropout(0 * z + 1).contiguous(memory_format=CHANNELS_LAST)  # noqa: E731

@@ -161,15 +161,6 @@ def test_losses_on_intermediate_states(setting):
     agree(*(torch.autograd.grad(loss, wanted) for loss in losses), tolerance=1e-9)
 
 
-def test_a_loss_on_a_step_before_the_others_are_taken():
-    f, (x, speed, z0) = Block(), inputs()
-    iteration = revdeq.steps(f, z0, x, speed, **GIVEN)
-    s = [next(iteration) for _ in range(4)][-1]
-    assert s.steps.min() < 4
-    both = s, stored(f, z0, x, speed, steps=s.steps)[-1]
-    agree(*(torch.autograd.grad(t.z.square().sum(), [*f.parameters()]) for t in both), tolerance=1e-9)
-
-
 def test_a_half_precision_f():
     """Seeds have f's dtype, and are 0 for examples that have stopped; only rounding is left, 2^-8 of each product."""
     f, (x, speed, _) = Block(dtype=torch.bfloat16, couples=True), inputs(torch.bfloat16)

@@ -81,18 +81,6 @@ def test_states_of_several_tensors(container):
     assert layer.weight.grad.norm() > 0
 
 
-def test_evaluation_mode_and_settings_of_one_call():
-    program = Program(core="reversible", f_max_iter=7, eval_factor=2)
-    assert program(X)[1]["nstep"][0] == 8  # a step is two evaluations
-    assert program(X, solver_kwargs={"f_max_iter": 4, "m": 5, "lam": 1e-3})[1]["nstep"][0] == 4
-    deq, f, z0 = program.deq.eval(), (lambda z: 0.5 * z + 1), torch.zeros(4, 2)
-    assert deq(f, z0)[1]["nstep"][0] == 14
-    radius = deq(f, z0, sradius_mode=True)[1]["sradius"]
-    of_two = deq(lambda a, b: (0.5 * a + 1, 0.25 * b), (z0, z0), sradius_mode=True)[1]["sradius"]
-    for found in (radius, of_two):
-        torch.testing.assert_close(found.flatten()[0], torch.tensor(0.5), rtol=1e-3, atol=0)
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

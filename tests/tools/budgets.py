@@ -12,7 +12,6 @@ Spills, shared memory and barriers are not allowed. There may be fewer registers
 """
 
 import dataclasses
-import functools
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -111,11 +110,6 @@ class Budget:
         block = float64.RELAX_BLOCK if self.kernel.startswith("relax") else float64.INVERT_BLOCK
         return (exact.BLOCK if self.kernel.startswith("exact") else block) // LANES
 
-    @functools.cached_property
-    def has_alarm(self) -> bool:
-        """A store of 4 bytes for each element, or for each lane of a chunk, that is masked off."""
-        return self.kernel.startswith(("exact relax", "exact encode"))
-
     def on(self, target: str, found: Statistics) -> Statistics:
         """The allowed statistics of a thread in a full block, or in one row of a chunk, given those that were found."""
         amd, rows, accesses = target.startswith("gfx"), self.rows(found), Counter()
@@ -126,7 +120,7 @@ class Budget:
             accesses["store", 2 * size] += 1
         if "compare" in self.kernel and not amd:  # AMD uses scalar loads for what all threads share
             accesses["load", 4] += 1
-        if self.has_alarm:
+        if self.kernel.startswith(("exact relax", "exact encode")):  # the alarm, which is masked off
             accesses["store", 4] = min(found.accesses["store", 4], 2 * rows)
         allowed = Statistics(
             registers=max(self.registers[target], found.registers if VERSION != MEASURED_WITH else 0),

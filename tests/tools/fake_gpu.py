@@ -9,19 +9,16 @@
 As on a GPU, PyTorch runs backward passes in a separate thread for the device. Reading a value on the host synchronises,
 which is recorded. A non-blocking copy to the host arrives when its stream is told to run. During graph capture,
 synchronising is an error, in every thread. A graph is a list of the operations and launches that ran during capture,
-with their memory; a replay runs them again. The device has its own random number generator, and an allocator that
-counts. Tensors of two devices cannot be mixed. The other device is current, so that code that relies on the current
-device fails.
+with their memory; a replay runs them again. The device has its own random number generator. Tensors of two devices
+cannot be mixed. The other device is current, so that code that relies on the current device fails.
 
-It cannot show races: operations run immediately and in order. A graph keeps its memory to itself, memory is counted by
-tensors, without the workspace of operations, and timings mean nothing. PyTorch gives a Python device one thread only:
-fakegpu:0 alone has backward passes, if this module is imported before the first backward pass of the process.
+It cannot show races: operations run immediately and in order. PyTorch gives a Python device one thread only: fakegpu:0
+alone has backward passes, if this module is imported before the first backward pass of the process.
 """
 
 import contextlib
 import functools
 import threading
-import weakref
 from collections import Counter
 
 import pytest
@@ -83,9 +80,6 @@ class Driver(_DummyBackendModule):
         self._index, self.graph, self.spoiled = 1, None, ""
         self._streams = [Stream() for _ in range(self.device_count())]
         self._generators = [torch.Generator().manual_seed(i) for i in range(self.device_count())]
-        self._allocated = [0] * self.device_count()
-        self._peak = [0] * self.device_count()
-        self._storages = weakref.WeakSet()
         self._one_at_a_time = threading.RLock()
 
     # devices, streams and waiting
@@ -95,9 +89,6 @@ class Driver(_DummyBackendModule):
 
     def current_device(self):
         return self._index
-
-    def set_device(self, device):
-        self._index = self._number(device)
 
     @contextlib.contextmanager
     def device(self, device):
@@ -180,27 +171,8 @@ class Driver(_DummyBackendModule):
             yield
             self._generators[index].set_state(torch.get_rng_state())
 
-    # memory
-
-    def note(self, raw, index):
-        storage = raw.untyped_storage()
-        if storage not in self._storages:
-            self._storages.add(storage)
-            self._count(index, storage.nbytes())
-            weakref.finalize(storage, self._count, index, -storage.nbytes()).atexit = False
-
-    def _count(self, index, size):
-        self._allocated[index] += size
-        self._peak[index] = max(self._peak[index], self._allocated[index])
-
-    def memory_allocated(self, device=None):
-        return self._allocated[self._number(device)]
-
-    def max_memory_allocated(self, device=None):
-        return self._peak[self._number(device)]
-
-    def reset_peak_memory_stats(self, device=None):
-        self._peak[self._number(device)] = self.memory_allocated(device)
+    def get_device_name(self, device=None):
+        return "no GPU"
 
     def get_amp_supported_dtype(self):
         return [torch.float16, torch.bfloat16]
@@ -221,7 +193,6 @@ class Tensor(torch.Tensor):
             cls, raw.size(), dtype=raw.dtype, device=torch.device(NAME, index), **layout
         )
         x.raw, x.index = raw, index
-        driver.note(raw, index)
         return x
 
     def __repr__(self):

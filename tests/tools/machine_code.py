@@ -115,8 +115,7 @@ def successors(index, places, code):
 
 def full_block(places, code):
     """The indices of the instructions that a thread executes for a full block."""
-    ways = [[0]]
-    seen = {0}
+    ways, seen = [[0]], {0}
     for way in ways:  # the shortest first
         for following in successors(way[-1], places, code):
             if following == END:

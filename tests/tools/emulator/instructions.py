@@ -66,8 +66,6 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     r"not\.(b64|pred)": np.invert,
 }
 
-SHIFTS = {r"shl\.(b16|b32|b64)": _shift_left, r"shr\.([us]32|[us]64)": _shift_right}
-
 COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
     "eq": np.equal,
     "ne": lambda a, b: (a < b) | (a > b),  # false for NaN, like all comparisons without the suffix u
@@ -78,14 +76,10 @@ COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
 }
 
 CONVERSIONS: dict[str, Callable[..., np.ndarray]] = {
-    r"cvt\.(f64)\.(f16|f32)": lambda x, to: x.astype(to),
-    r"cvt\.(f32)\.(f16)": lambda x, to: x.astype(to),
     r"cvt\.(f32|f64)\.(bf16)": lambda x, to: bfloat16_to_float32(x).astype(to),
-    r"cvt\.rn\.(f32)\.(f64)": lambda x, to: x.astype(to),
-    r"cvt\.rn\.(f16)\.(f32)": lambda x, to: x.astype(to),
     r"cvt\.rn\.(bf16)\.(f32)": lambda x, to: float32_to_bfloat16(x),
-    r"cvt\.rn\.(f32|f64)\.([us]32|[us]64)": lambda x, to: x.astype(to),
     r"cvt\.rzi\.([us]32|[us]64)\.(f32|f64)": lambda x, to: to_integer(x, to.type),
+    r"cvt(?:\.rn)?\.(f16|f32|f64)\.(f16|f32|f64|[us]32|[us]64)": lambda x, to: x.astype(to),
     r"cvt\.([us]16|[us]32|[us]64)\.([us]16|[us]32|[us]64)": lambda x, to: x.astype(to),
 }
 
@@ -223,7 +217,8 @@ ACTIONS: dict[str, Callable] = {
     r"(?:mul|mad)\.wide\.([us])32": _multiply_wide,
     r"cvt\.rn\.(f16x2|bf16x2)\.f32": _convert_pair,
     **{pattern: _operate(operation) for pattern, operation in OPERATIONS.items()},
-    **{pattern: _shift(operation) for pattern, operation in SHIFTS.items()},
+    r"shl\.(b16|b32|b64)": _shift(_shift_left),
+    r"shr\.([us]32|[us]64)": _shift(_shift_right),
     **{rf"setp\.{name}\.([us]\d\d|f32|f64|b\d\d)": _compare(c, False) for name, c in COMPARISONS.items()},
     **{rf"setp\.{name}u\.(f32|f64)": _compare(c, True) for name, c in COMPARISONS.items()},
     **{pattern: _convert(conversion) for pattern, conversion in CONVERSIONS.items()},
