@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import inspect
+import math
 import re
 from pathlib import Path
 
@@ -59,6 +60,13 @@ def test_docstrings_name_every_argument_and_their_examples_run(thing, names):
     assert text and [name for name in named if not re.search(rf"\b{name}\b", text)] == []
     test = doctest.DocTestParser().get_doctest(text, names, thing.__qualname__, None, None)
     assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.append).failed == 0, "".join(said)
+
+
+@pytest.mark.parametrize(("beta", "steps"), [(0.5, 10), (0.8, 5), (1.25, 5), (0.9, 3), (1.5, 6)])
+def test_a_float64_state_is_exact_while_32_bits_are_lost_at_worst(beta, steps):
+    assert 2 * steps * math.log2((1 + beta) / abs(1 - beta)) <= 32
+    f, x = revdeq.models.ConvBlock(16), torch.randn(2, 16, 4, 4)
+    assert revdeq.verify(f, torch.zeros_like(x), x, beta=beta, max_steps=steps).exact
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -44,8 +44,8 @@ library, trouble = found()
 
 def relax(f_z: Tensor, z: Tensor | None, copy: Tensor, sums: Tensor | None, spill: Tensor | None = None) -> bytes:
     """The second part of the structure, for a half-step."""
-    types, optional = (CODE[f_z.dtype], CODE[copy.dtype], 0), (address(sums), address(spill))
-    return RELAX.pack(get_num_threads(), 0, *types, f_z.data_ptr(), address(z), copy.data_ptr(), *optional)
+    pointers = [0 if x is None else x.data_ptr() for x in (f_z, z, copy, sums, spill)]
+    return RELAX.pack(get_num_threads(), 0, CODE[f_z.dtype], CODE[copy.dtype], 0, *pointers)
 
 
 def invert(
@@ -55,10 +55,6 @@ def invert(
     types = CODE[f_z.dtype], CODE[copy.dtype], 0 if adjoints[3] is None else CODE[adjoints[3].dtype]
     tensors = f_z, z, copy, None, spill, *adjoints, *(compared or (None, None))
     return INVERT.pack(get_num_threads(), 1, *types, *[0 if x is None else x.data_ptr() for x in tensors])
-
-
-def address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 class HalfStep(half_step.HalfStep):

@@ -107,10 +107,11 @@ class BackwardPass:
     def _evaluate(self, evaluation: Evaluation) -> State:
         """Evaluate f again at the input of evaluation at - 1, unless its tensors exist."""
         if self._outputs is None:
-            outputs = evaluation.take_kept()
-            if outputs is None:
+            if evaluation.outputs is None:
                 with self._context():
                     outputs = evaluation.repeat(self._f, self._read)
+            else:
+                outputs = evaluation.take_kept()
             self.evaluation = evaluation
             if len(outputs) > 1:  # f may return one part of its state as another, which is overwritten first
                 memory = {x.untyped_storage().data_ptr() for x in self._read}

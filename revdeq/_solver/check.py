@@ -98,19 +98,20 @@ class Check:
     def judge(self, maxima: Sequence[Tensor], norms: Tensor, statistics: Statistics) -> None:
         """Check a reconstruction: the partial maxima of `invert_compare`, and the squared norms of the last change of z
         and of z, which are read only if it failed; and the growth of the adjoint."""
-        rhos = [m.amax().view(torch.float32) for m in maxima if m.numel()]
-        last, first = statistics.last, statistics.first
-        report([*rhos, *last, *first], functools.partial(self._decide, norms, len(rhos), len(last), statistics.b))
+        errors, last, first = torch.cat(list(maxima)), statistics.last, statistics.first
+        if errors.numel():
+            rho = errors.amax().view(torch.float32)
+            report([rho, *last, *first], functools.partial(self._decide, norms, len(last), statistics.b))
 
-    def _decide(self, norms: Tensor, count: int, last: int, b: float, values: list[float]) -> None:
-        if wrong := [rho for rho in values[:count] if not rho <= LIMIT]:
+    def _decide(self, norms: Tensor, last: int, b: float, values: list[float]) -> None:
+        rho, before, after = values[0], math.hypot(*values[1 : 1 + last]), math.hypot(*values[1 + last :]) / b
+        if not rho <= LIMIT:
             text = (
-                f"the backward pass failed to reconstruct z0: the relative error is {max(wrong):.1e}, above the limit "
+                f"the backward pass failed to reconstruct z0: the relative error is {rho:.1e}, above the limit "
                 f"of {LIMIT:.0e}, so the gradient of this solve is not exact. {self._cause(norms)}"
             )
             self._tell(text, ReconstructionError, ReconstructionWarning)
             return
-        before, after = math.hypot(*values[count : count + last]), math.hypot(*values[count + last :]) / b
         # An infinite gradient of a scaled loss is up to its GradScaler.
         if math.isfinite(before) and not after <= LARGEST_GROWTH * before and last:
             text = (
@@ -177,7 +178,7 @@ def typical_magnitude(x: Tensor) -> Tensor:
     count = min(x.numel(), SAMPLE)
     stride = 1 if count < SAMPLE else (x.numel() // SAMPLE - 1) | 1  # odd, to see all features
     sample = x.as_strided((count,), (stride,)).float()
-    return torch.linalg.vector_norm(sample, 0.25).mul_(float(count or 1) ** -4).clamp_(min=1e-30)
+    return torch.linalg.vector_norm(sample, 0.25).mul_(float(count or 1) ** -4).add_(1e-30)
 
 
 SAMPLE = 64

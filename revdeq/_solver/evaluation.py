@@ -6,6 +6,7 @@ the nodes of the graph find them there. torch.utils.checkpoint does the same, bu
 reconstructed here.
 """
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,8 @@ from .state import State
 
 if TYPE_CHECKING:
     from .iteration import Iteration
+
+requires_grad = attrgetter("requires_grad")
 
 
 class Evaluation(dict[int, Tensor]):
@@ -35,12 +38,13 @@ class Evaluation(dict[int, Tensor]):
 
     def run(self, f: Repeatable, read: State) -> State:
         """Evaluate f in the forward pass. Until the end its tensors exist: f itself may compute derivatives."""
-        needs = [x.requires_grad for x in read]
-        self._needs = [] if all(needs) else needs
+        if not all(map(requires_grad, read)):
+            self._needs = list(map(requires_grad, read))
         try:
             with saved_tensors_hooks(self._pack, self.__getitem__ if self.k else self._first_unpack):
                 outputs = f(read, self.k)
-            self._refuse_changes("inside f, after an operation had saved it: write x = x.add(y) instead of x.add_(y)")
+            if sum(map(version, self.values())) != self._versions:
+                raise _changed("inside f, after an operation had saved it: write x = x.add(y) instead of x.add_(y)")
         except BaseException:
             self.clear()  # they refer to the graph, and the graph to this object
             raise
@@ -81,10 +85,11 @@ class Evaluation(dict[int, Tensor]):
         self.outputs = [x.detach() for x in outputs]
         self._versions = sum(map(version, (*self.values(), *self.outputs)))
 
-    def take_kept(self) -> State | None:
-        """The outputs, if they were kept."""
-        if self.outputs is not None:
-            self._refuse_changes("after the forward pass, and keep > 0 needs it")
+    def take_kept(self) -> State:
+        """The outputs that were kept."""
+        assert self.outputs is not None
+        if sum(map(version, (*self.values(), *self.outputs))) != self._versions:
+            raise _changed("after the forward pass, and keep > 0 needs it")
         outputs, self.outputs = self.outputs, None
         return outputs
 
@@ -104,11 +109,6 @@ class Evaluation(dict[int, Tensor]):
         bases = [x if x._base is None else x._base for x in self.values()]
         return [(x, x._version) for x in bases if x.is_leaf and x.requires_grad]
 
-    def _refuse_changes(self, how: str) -> None:
-        if sum(map(version, (*self.values(), *(self.outputs or ())))) != self._versions:
-            what = "one of the variables needed for gradient computation has been modified by an inplace operation"
-            raise RuntimeError(f"{what} {how}")
-
     def _pack(self, x: Tensor) -> int:
         place = len(self)
         self[place] = x
@@ -127,6 +127,12 @@ class Evaluation(dict[int, Tensor]):
             return _gone(place)
         self._iteration.backward_pass().reach(self)
         return self[place]
+
+
+def _changed(how: str) -> RuntimeError:
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation {how}"
+    )
 
 
 def _gone(place: int | None) -> Tensor:

@@ -75,9 +75,11 @@ class Iteration:
             while self.steps < count and not self._has_arrived():
                 k = 2 * self.steps
                 y = self._half_step(k, z, y, norms=False)
-                aux = self._with_aux(None if stepwise else aux)
+                if self.options.aux:
+                    aux = self._with_aux(None if stepwise else aux)
                 z = self._half_step(k + 1, y, z, norms=stepwise or k + 2 == 2 * count or tol is not None)
-                aux = self._with_aux(aux)
+                if self.options.aux:
+                    aux = self._with_aux(aux)
                 self.steps += 1
                 if tol is not None:
                     self.converged = self._is_close(tol)
@@ -150,8 +152,6 @@ class Iteration:
 
     def _with_aux(self, before: Any) -> Any:
         """Earlier auxiliary outputs and that of the last evaluation."""
-        if not self.options.aux:
-            return None
         aux, self.f.aux = self.f.aux, None  # it refers to the graph, and the graph to this object
         if self.options.aux == "list":
             return [*(before or ()), aux]
@@ -234,7 +234,8 @@ def uncompiled(backward: Callable[..., Any]) -> Any:
     """Decorator of the backward pass of a node: a compiled training step, too, repeats f as it ran, uncompiled."""
 
     def run(ctx: Any, *grads: Tensor | None) -> Any:
-        return (torch.compiler.disable(backward) if torch.compiler.is_compiling() else backward)(ctx, *grads)
+        compiles = torch.compiler.is_dynamo_compiling()
+        return (torch.compiler.disable(backward) if compiles else backward)(ctx, *grads)
 
     return staticmethod(run)
 

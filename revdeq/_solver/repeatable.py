@@ -54,8 +54,10 @@ class Repeatable:
         x, self._is_tensor = initial[0], spec.is_leaf()
         self._device, self._is_cuda = x.device, x.is_cuda
         self._has_versions = not torch.is_inference_mode_enabled()
+        self._is_single = self._has_versions and self._is_tensor
         self._usual = (x.dtype, x.shape, x.device, torch.strided) if self._is_tensor and not is_traced else None
-        self.draws, self.differentiates, self.spreads, self._is_new = False, False, False, not is_traced
+        self.draws, self.differentiates, self._is_new, self._is_simple = False, False, not is_traced, is_traced
+        self.spreads = False
         self._random: Sequence[Tensor] = ()
         self._autocast, self._attention = _autocast(x.device), _attention()
         self.autocasts = any(enabled for _, _, enabled, _ in self._autocast)
@@ -68,20 +70,17 @@ class Repeatable:
         if self._indexed:
             self._kwargs["evaluation"] = k
         z = read[0] if self._is_tensor else structured(read, self._spec)
-        versions = self._versions(read)
+        versions = z._version if self._is_single else self._versions(read)
         around, thread.evaluates = thread.evaluates, torch.is_grad_enabled()
         try:
-            if self._is_new:
-                result = self._first(z)
-            else:
-                result = self._replayed(z) if self.draws else self._called(z)
+            result = self.f(z, *self.args, **self._kwargs) if self._is_simple else self._carefully(z)
         finally:
             thread.evaluates = around
         if self._has_aux:
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError(f"f returned {type(result).__name__}: with aux=True it must return a pair (state, aux)")
             result, self.aux = result
-        if self._versions(read) != versions:
+        if (z._version if self._is_single else self._versions(read)) != versions:
             raise RuntimeError("f modifies its input in place, and the solver needs it: write z = z + x, not z += x")
         is_plain = k and type(result) is Tensor and not result._is_zerotensor()
         if is_plain and (result.dtype, result.shape, result.device, result.layout) == self._usual:
@@ -89,9 +88,13 @@ class Repeatable:
         return flattened_like(result, read, self._spec)
 
     def _versions(self, read: State) -> int:
-        if len(read) > 1 and self._has_versions:
-            return sum(map(version, read))
-        return read[0]._version if self._has_versions else 0
+        return sum(map(version, read)) if self._has_versions else 0
+
+    def _carefully(self, z: Any) -> Any:
+        """An evaluation that is the first, draws random numbers, or runs on a GPU."""
+        if self._is_new:
+            return self._first(z)
+        return self._replayed(z) if self.draws else self._called(z)
 
     def _called(self, z: Any) -> Any:
         if self._is_cuda and torch.backends.cudnn.benchmark:  # might choose another algorithm next time
@@ -111,6 +114,7 @@ class Repeatable:
                 "normalization without state (GroupNorm, LayerNorm), or call .eval() on it"
             )
         self.draws = not all(map(torch.equal, self._random, generator_states(self._device)))
+        self._is_simple = not (self.draws or self._is_cuda)
         return result
 
     def _replayed(self, z: Any) -> Any:
