@@ -84,6 +84,8 @@ WRAPPER = bugs(
      "with torch.enable_grad():"),
     ("y0 is not compared with its reconstruction", "adjoint.py",
      "self._maxima += [h.invert_compare(out, x, y, floor)", "_ = [h.invert_compare(out, x, y, floor)"),
+    ("tensors of f on another device are freed before they are read", "adjoint.py",
+     "self._read[0].device if self._f.spreads else None", "None"),
     ("the generators are rewound to where another evaluation began", "repeatable.py",
      "        self.draws = not all(map(torch.equal, self._random, generator_states(self._device)))\n",
      "        self.draws = not all(map(torch.equal, self._random, generator_states(self._device)))\n"
