@@ -137,6 +137,12 @@ def test_bits_equal_the_reference(half_steps, operations):
     compare_all(half_steps, operations)
 
 
+def test_a_change_of_more_than_32_bits(half_steps):
+    step = Radix.nearest(0.8, 24)
+    _, given = tensors((300,), torch.float32, torch.float32, step)
+    compare(half_steps, "relax_norms", step, torch.full((300,), -100 << 56), given | {"f_z": torch.full((300,), 100.0)})
+
+
 def test_bits_equal_the_reference_for_all_fraction_bits(half_steps):
     for bits in range(1, 41):
         step = Radix.nearest(0.75, bits)

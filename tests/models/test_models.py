@@ -218,12 +218,9 @@ def test_evaluation_mode_and_copies(name):
     ("name", "settings", "inputs", "message"),
     [
         ("single-scale", {"channels": 56}, None, r"56 channels \(.*\) cannot be split into 3 groups.*multiple of 16"),
-        ("single-scale", {"form": "code"}, None, r"form = 'code' must be one of 'paper' \(as printed\), 'authors'"),
         ("multi-scale", {"max_steps": (1, 4, 0, 1)}, None, r"max_steps\[2\] = 0 must be an integer of at least 1"),
         ("language", {"d": 30, "heads": 8, "wide_heads": False}, None, "d = 30 is not a multiple of heads = 8"),
-        ("puzzle", {"dimensions": 3}, None, "dimensions = 3 must be 1, for strings, or 2"),
         ("resnet", {}, torch.zeros(3, 16, 16), r"images of shape \(3, 16, 16\).*\(B, 3, H, W\)"),
-        ("puzzle", {}, torch.zeros(2, 5, 4, 4), r"puzzles of shape .*\(B, 3, H, W\)"),
         ("language", {}, torch.zeros(2, 13).long(), "tokens of length 13.*length = 12.*truncate"),
         ("language", {}, torch.tensor([[0, 50]]), "tokens from 0 to 50: .* vocabulary - 1 = 49"),
     ],

@@ -83,19 +83,6 @@ def test_tolerance_nested_states_and_dtypes():
     assert weight.grad.isfinite()
 
 
-def test_no_float64_tensor_is_made(monkeypatch):
-    class NoFloat64(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            assert not (isinstance(out, torch.Tensor) and out.dtype == torch.float64), func
-            return out
-
-    f, x = blocks()["conv"]
-    x.requires_grad_()
-    with revdeq.kernels.backend("reference"), NoFloat64():
-        gradients(f, x, torch.ones_like(x), beta=0.8, max_steps=8, state="exact")
-
-
 def test_beta_is_rounded_to_the_nearest_fraction():
     solution = revdeq.solve(torch.cos, torch.zeros(2), beta=0.7001, state="exact")
     assert solution.beta == 0.7

@@ -66,6 +66,7 @@ CALLS = {
     "integers": (lambda: revdeq.RevDEQ(torch.cos)(torch.arange(3)), "x .*int64.*z0"),
     "an option of a call": (lambda: revdeq.RevDEQ(Block())(torch.zeros(2, 6), tol=1e-3), "tol"),
     "y0": (lambda: revdeq.solve(torch.cos, Z, y0=Z[:2]), "y0 must have the structure, shapes"),
+    "another structure": (lambda: revdeq.solve(lambda z: z[0], (Z, Z)), "f must return the structure of z0"),
     "an error of f": (lambda: revdeq.solve(lambda z: (_ for _ in ()).throw(TypeError("f's")), Z), "^f's$"),
 }
 

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plain import iterate, reference
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 import revdeq
 
@@ -27,55 +27,39 @@ def tensors(draw):
     return x
 
 
-def states(leaf):
-    return st.recursive(
-        leaf,
-        lambda inner: st.one_of(
-            st.lists(inner, min_size=1, max_size=2),
-            st.tuples(inner, inner),
-            st.fixed_dictionaries({"a": inner}, optional={"b": inner}),
-        ),
-        max_leaves=3,
-    )
-
-
-def function(weight, f_dtype, f_transposes):
-    """Mixes all tensors of the state a little, and may return another dtype and layout."""
-
-    def f(z, x):
-        leaves, spec = tree_flatten(z)
-        mean = sum(t.float().mean() if t.numel() else t.float().sum() for t in leaves)
-        outputs = []
-        for t, u in zip(leaves, tree_flatten(x)[0], strict=True):
-            out = torch.tanh(0.5 * t * weight.to(t.dtype) + u + (0.1 * mean).to(t.dtype))
-            out = out if f_dtype is None else out.to(f_dtype)
-            if f_transposes and out.dim() > 1:
-                out = out.transpose(0, 1).contiguous().transpose(0, 1)
-            outputs.append(out)
-        return tree_unflatten(outputs, spec)
-
-    return f
+STRUCTURES = [
+    tensors(),
+    st.tuples(tensors(), st.lists(tensors(), min_size=1, max_size=2)),
+    st.fixed_dictionaries({"a": tensors()}, optional={"b": tensors()}),
+]
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    z0=states(tensors()),
-    beta=st.sampled_from([0.3, 0.5, 0.6, 0.75, 0.8, 1.2]),
+    z0=st.one_of(STRUCTURES),
+    beta=st.sampled_from([0.3, 0.5, 0.8, 1.2]),
     max_steps=st.integers(1, 4),
     f_dtype=st.sampled_from([None, *DTYPES]),
-    f_transposes=st.booleans(),
     by_y=st.booleans(),
 )
-def test_any_state_any_dtype_any_layout(z0, beta, max_steps, f_dtype, f_transposes, by_y):
-    leaves, spec = tree_flatten(z0)
-    leaves = [t.detach().requires_grad_() for t in leaves]
-    z0 = tree_unflatten(leaves, spec)
+def test_any_state_any_dtype_any_layout(z0, beta, max_steps, f_dtype, by_y):
+    z0 = tree_map(lambda t: t.detach().requires_grad_(), z0)
     x = tree_map(lambda t: (0.5 * t.detach() - 0.1).requires_grad_(), z0)
-    weight = torch.tensor(0.9, requires_grad=True)
-    f = function(weight, f_dtype, f_transposes)
+    weight, leaves = torch.tensor(0.9, requires_grad=True), tree_leaves(z0)
+
+    def f(z, x):
+        """Mixes all tensors of the state a little, and may return another dtype and layout."""
+        mean = sum(t.float().mean() if t.numel() else t.float().sum() for t in tree_leaves(z))
+
+        def one(t, u):
+            out = torch.tanh(0.5 * t * weight.to(t.dtype) + u + (0.1 * mean).to(t.dtype)).to(f_dtype or t.dtype)
+            return out.transpose(0, 1).contiguous().transpose(0, 1) if by_y and out.dim() > 1 else out
+
+        return tree_map(one, z, x)
+
     solution = revdeq.solve(f, z0, x, beta=beta, max_steps=max_steps)
     expected = reference(f, z0, x, beta=beta, max_steps=max_steps)
-    assert tree_structure(solution.z) == tree_structure(solution.y) == spec
+    assert tree_structure(solution.z) == tree_structure(solution.y) == tree_structure(z0)
     narrowest = max(torch.finfo(t).eps for t in (weight.dtype, f_dtype or weight.dtype, *(t.dtype for t in leaves)))
     found = [[*tree_leaves(s.z), *tree_leaves(s.y)] for s in (solution, expected)]
     inputs = [weight, *leaves, *tree_leaves(x)]
