@@ -143,7 +143,11 @@ class BackwardPass:
     def _went_back(self) -> None:
         """After a half-step was inverted, f's tensors are no longer needed."""
         self._at -= 1
-        self.evaluation.free(self._read[0].device if self._f.spreads else None)
+        late = {}
+        if self._f.spreads:  # nodes on another device run in another thread
+            late = {place: x for place, x in self.evaluation.items() if x.device != self._read[0].device}
+        self.evaluation.clear()
+        self.evaluation.update(late)
         self._outputs = None
         if self._at == 1:
             self._read = self._z0  # it is known: use it, not its reconstruction

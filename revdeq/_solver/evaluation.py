@@ -9,7 +9,6 @@ reconstructed here.
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -92,12 +91,6 @@ class Evaluation(dict[int, Tensor]):
             raise _changed("after the forward pass, and keep > 0 needs it")
         outputs, self.outputs = self.outputs, None
         return outputs
-
-    def free(self, device: torch.device | None) -> None:
-        """Free the tensors of one device, or all. Nodes on another device run in another thread, and may be late."""
-        others = {} if device is None else {place: x for place, x in self.items() if x.device != device}
-        self.clear()
-        self.update(others)
 
     def drop(self) -> None:
         """Forget what was kept."""
