@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import revdeq
+from revdeq._solver.check import typical_magnitude
 from revdeq.baselines import stored_graph
 from revdeq.models import ConvBlock, TransformerBlock
 
@@ -91,6 +92,12 @@ def test_a_function_that_drifts_is_noticed(state, cause, drift):
     z = revdeq.solve(f, z0, max_steps=2, check="raise", state=state).z
     with pytest.raises(revdeq.ReconstructionError, match=cause):
         z.sum().backward()
+
+
+def test_a_sample_of_magnitudes_sees_all_features():
+    x = torch.ones(72, 8)
+    x[:, 0] = 1e6
+    assert 1 < typical_magnitude(x) < 1e3
 
 
 @pytest.mark.cpu
