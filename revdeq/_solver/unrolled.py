@@ -39,8 +39,9 @@ def unrolled(
         y = around(functools.partial(half_step, 2 * steps), y, z)
         z = around(functools.partial(half_step, 2 * steps + 1), z, y)
         steps += 1
-        changes = [new.detach() - old.detach() for new, old in zip(z, before, strict=True)]
-        norms = torch.stack([sum_of_squares(changes), sum_of_squares([x.detach() for x in z])])
+        if options.tol is not None or steps == options.max_steps:
+            changes = [new.detach() - old.detach() for new, old in zip(z, before, strict=True)]
+            norms = torch.stack([sum_of_squares(changes), sum_of_squares([x.detach() for x in z])])
     y, z = ([s.to(x.dtype) for s, x in zip(state, z0, strict=True)] for state in (y, z))
     return y, z, steps, norms
 
