@@ -137,8 +137,9 @@ class Watch:
         items[:] = places if self.only else names
         items.sort(key=lambda x: (-len(self.words & words_of(x.nodeid)), places.get(x, len(self.first))))
 
-    def pytest_runtest_setup(self):
-        signal.alarm(900)  # then the process is killed
+    def pytest_runtest_setup(self, item):
+        Path("test.txt").write_text(item.nodeid.partition("[")[0])
+        signal.alarm(200)  # then the process is killed
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
@@ -153,6 +154,7 @@ def run_tests(arguments: list[str], where: Path, watch: Watch, sender) -> None:
     for stream in (1, 2):
         os.dup2(output, stream)
     os.chdir(where)
+    Path("test.txt").write_text("import revdeq")
     sys.path.insert(0, str(where / "package"))
     os.environ["PYTHONPATH"] = sys.path[0]
     code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(where), *arguments], plugins=[watch])
@@ -171,9 +173,7 @@ def first_failure(arguments: list[str], where: Path, watch: Watch) -> str | None
     process.join()
     if process.exitcode > 0:
         raise SystemExit((where / "output.txt").read_text())
-    if process.exitcode == -signal.SIGALRM:
-        return "timeout"
-    return f"killed by signal {-process.exitcode}" if process.exitcode else receiver.recv()
+    return (where / "test.txt").read_text() if process.exitcode else receiver.recv()
 
 
 def fails_alone(test: str, bug: Bug, where: Path) -> str | None:
