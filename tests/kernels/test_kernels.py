@@ -1,11 +1,7 @@
 """Every backend gives the bits of the reference, for every state, dtype, size and layout."""
 
-import ctypes
 import itertools
-import mmap
-import os
 import random
-import sys
 
 import pytest
 import torch
@@ -275,34 +271,3 @@ def test_coefficients_are_float32_and_add_up_to_one():
         assert all(torch.tensor(x, dtype=torch.float32).item() == x for x in (step.b, step.c))
         assert step.a + (step.b + step.c) == 1 and (step.c == 0) == (gamma == 1)
         assert (step.beta, step.gamma) == pytest.approx((beta, gamma), rel=2**-22)
-
-
-def looped(window, total):
-    """The address of `total` bytes of virtual memory that repeat one window of real memory."""
-    libc, file = ctypes.CDLL(None), os.memfd_create("window")
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    os.truncate(file, window)
-    start = libc.mmap(None, total + window, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    for address in range(start, start + total, window):
-        fixed = mmap.MAP_SHARED | 0x10
-        assert libc.mmap(address, window, mmap.PROT_READ | mmap.PROT_WRITE, fixed, file, 0) == address
-    os.close(file)
-    return start
-
-
-@pytest.mark.skipif(cpu.library is None, reason="the C kernel was not built: no C compiler")
-@pytest.mark.skipif(sys.platform != "linux", reason="maps memory as Linux does")
-def test_more_than_two_to_the_31_elements_in_c():
-    """16 GiB of state that are 32 MiB, seen 513 times: each of its elements takes 512 steps, and the first
-    4,099 of them one more."""
-    window, n, beta = 2**22, 2**31 + 4099, 2.0**-10
-    state, f, copy = (looped(window * size, n * size) for size in (8, 4, 4))
-    values = torch.frombuffer((ctypes.c_double * window).from_address(state), dtype=torch.float64)
-    (ctypes.c_float * window).from_address(f)[:] = [1.0] * window
-    packed, code = cpu.STATE.pack(state, n, 1 - beta, beta, 0.0, 1.0, rows_of(n), 0, 0, 0, 0), cpu.CODE[torch.float32]
-    cpu.library.revdeq_float64(packed + cpu.RELAX.pack(1, 0, code, code, 0, f, 0, copy, 0, 0))
-    steps = [0.0]
-    for _ in range(513):
-        steps.append((1 - beta) * steps[-1] + beta)
-    assert (values[:4099] == steps[513]).all() and (values[4099:] == steps[512]).all()

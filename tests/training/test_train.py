@@ -17,7 +17,7 @@ from torch import nn
 import revdeq
 from revdeq import __main__, training
 from revdeq.models import count_parameters
-from revdeq.training import checkpoint, loop, presets, record
+from revdeq.training import checkpoint, loop, record
 from revdeq.training.data import WikiText
 from revdeq.training.presets import PRESETS, Training
 
@@ -174,21 +174,6 @@ def test_a_plateau_halves_the_rate_resumes_bit_for_bit_and_ends_the_training(fol
     assert_same_run(tmp_path / "whole", tmp_path / "run")
     short = trained(small(schedule="plateau", lr=1.9e-6, epochs=50), folder, tmp_path / "short")
     assert 0.9e-6 < short[-1]["lr"] < 1e-6 and short[-1]["update"] < 450 and short[-1]["metric"] != ""
-
-
-def test_the_plateau_is_ten_windows_without_progress(folder, tmp_path):
-    run = loop.Run(small(schedule="plateau", lr=1.0), folder, tmp_path, training.evaluation.Processes("cpu"))
-    rates = []
-    for loss in [3.0, 2.0, *[2.0] * 20, 1.0]:
-        run.plateau.step(loss)
-        rates.append(run.lr)
-    assert rates == [1.0] * 11 + [0.5] * 10 + [0.25] * 2
-
-
-def test_the_cosine_rises_and_falls():
-    recipe = Training(lr=2.0, schedule="cosine", warmup=4)
-    expected = [0.4, 0.8, 1.2, 1.6] + [1 + math.cos(math.pi * i / 20) for i in range(20)]
-    assert [loop.rate(recipe, update, 24) for update in range(24)] == pytest.approx(expected)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo")
@@ -352,11 +337,6 @@ def test_presets_build_and_are_exact_where_a_float64_state_would_lose_bits(name,
         bits = 2 * layer.max_steps * math.log2((1 + layer.beta) / abs(1 - layer.beta))
         assert (layer.state == "exact") == (bits > 32)
     assert checkpoint.preset_of({"preset": dataclasses.asdict(preset)}) == preset
-
-
-def test_values_on_the_command_line():
-    texts = {"8": 8, "1e-3": 1e-3, "none": None, "true": True, "(1, 2)": (1, 2), "exact": "exact", "a=b": "a=b"}
-    assert [presets.parsed([f"key={text}"])["key"] for text in texts] == list(texts.values())
 
 
 WRONG = [
