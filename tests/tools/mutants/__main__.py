@@ -87,8 +87,8 @@ def write(results: dict[str, Noticed]) -> None:
         found = [row for bug, row in rows if area(bug) == name]
         count, minutes = sum(row.by != UNNOTICED for row in found), sum(row.seconds for row in found) / 60
         lines.append(f"| {name} | {count} | {sum(area(bug) == name for bug in ALL)} | {minutes:.0f} |")
-    unnoticed = [row.name for _, row in rows if row.by == UNNOTICED]
-    lines += ["", "Unnoticed:", "", *(f"- {x}: {EQUIVALENT.get(x, 'no test notices it')}" for x in unnoticed)]
+    for row in (row for _, row in rows if row.by == UNNOTICED):
+        lines += ["", f"Unnoticed: {row.name}: {EQUIVALENT.get(row.name, 'no test notices it')}"]
     lines += ["", "Gone, because their mechanism is gone:", "", *(f"- {x}" for x in GONE), ""]
     RESULTS.with_suffix(".md").write_text("\n".join(lines))
 
