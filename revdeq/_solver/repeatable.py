@@ -134,7 +134,8 @@ class Repeatable:
         now = _autocast(self._device), _attention()
         if self.autocasts or now != (self._autocast, self._attention) or self._replaced():
             return self._restored
-        return torch.enable_grad
+        usual = torch.enable_grad()  # which may be entered again, unlike the other
+        return lambda: usual
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
