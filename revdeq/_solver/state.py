@@ -92,14 +92,17 @@ def dense(g: Tensor | None, like: Tensor) -> Tensor:
     """A gradient as kernels can read it. Some are sparse, and it is None if f does not use a part of the state."""
     if g is None or g._is_zerotensor():
         return torch.zeros_like(like)
-    if g.layout is not torch.strided:
-        g = g.to_dense()
-    if not has_memory(g):
-        raise RuntimeError(
-            f"a gradient of a solve is a {type(g).__name__} without memory of its own, which wraps other tensors or is "
-            "batched (is_grads_batched, vmap): call autograd.grad once for each, with plain tensors"
-        )
-    return g
+    g = g if g.layout is torch.strided else g.to_dense()
+    try:
+        address = g.data_ptr()
+    except RuntimeError:
+        address = 0
+    if address or not g.numel():
+        return g
+    raise RuntimeError(
+        f"a gradient of a solve is a {type(g).__name__} without memory of its own, which wraps other tensors or is "
+        "batched (is_grads_batched, vmap): call autograd.grad once for each, with plain tensors"
+    )
 
 
 def _problem(x: Tensor) -> str | None:
