@@ -58,7 +58,7 @@ class Repeatable:
         self._usual = (x.dtype, x.shape, x.device, torch.strided) if self._is_tensor and not is_traced else None
         self.draws, self.differentiates, self._is_new, self._is_simple = False, False, not is_traced, is_traced
         self.spreads = False
-        self._random: Sequence[Tensor] = ()
+        self._random: Sequence[tuple[Any, Tensor]] = ()
         self._autocast, self._attention = _autocast(x.device), _attention()
         self.autocasts = any(enabled for _, _, enabled, _ in self._autocast)
         modules = [module for outer in modules_of(f) for module in outer.modules()]
@@ -113,18 +113,18 @@ class Repeatable:
                 "f changes a buffer in every evaluation (BatchNorm in training mode?): move the layer out of f, use a "
                 "normalization without state (GroupNorm, LayerNorm), or call .eval() on it"
             )
-        self.draws = not all(map(torch.equal, self._random, generator_states(self._device)))
+        self.draws = not all(torch.equal(state, generator.get_state()) for generator, state in self._random)
         self._is_simple = not (self.draws or self._is_cuda)
         return result
 
     def _replayed(self, z: Any) -> Any:
         """An evaluation with the random numbers of the first one."""
-        found = generator_states(self._device)
-        set_generator_states(self._device, self._random)
+        found = [(generator, generator.get_state()) for generator, _ in self._random]
+        set_generator_states(self._random)
         try:
             return self._called(z)
         finally:
-            set_generator_states(self._device, found)
+            set_generator_states(found)
 
     # In the backward pass
 
@@ -185,24 +185,19 @@ def _attention() -> list[bool]:
     return [read() for read, _ in ATTENTION]
 
 
-def generator_states(device: torch.device) -> list[Tensor]:
-    """The states of torch's default generators: the CPU's, the device's, and those of all GPUs in use."""
-    return [torch.get_rng_state(), *(module.get_rng_state(gpu) for module, gpu in _gpus(device))]
+def generator_states(device: torch.device) -> list[tuple[Any, Tensor]]:
+    """torch's default generators, of the CPU, of the device and of all GPUs in use, because f may use them; each with
+    its state."""
+    used = [m for m in (torch.cuda, torch.xpu) if m.is_initialized()]
+    if device.type not in ("cpu", "cuda", "xpu"):
+        used.append(getattr(torch, device.type))
+    return [(g, g.get_state()) for g in (torch.default_generator, *(g for m in used for g in m.default_generators))]
 
 
-def set_generator_states(device: torch.device, states: Sequence[Tensor]) -> None:
-    """Restore states. Generators of GPUs that were not in use yet are left alone."""
-    torch.set_rng_state(states[0])
-    for (module, gpu), state in zip(_gpus(device), states[1:], strict=False):
-        module.set_rng_state(state, gpu)
-
-
-def _gpus(device: torch.device) -> list[tuple[Any, torch.device]]:
-    """The device first, then all others of the types that this process uses, because f may use them."""
-    first = [] if device.type == "cpu" else [(getattr(torch, device.type), device)]
-    modules = [(m, kind) for m, kind in ((torch.cuda, "cuda"), (torch.xpu, "xpu")) if m.is_initialized()]
-    gpus = [(m, torch.device(kind, i)) for m, kind in modules for i in range(m.device_count())]
-    return [*first, *((m, gpu) for m, gpu in gpus if gpu != device)]
+def set_generator_states(states: Sequence[tuple[Any, Tensor]]) -> None:
+    """Restore states."""
+    for generator, state in states:
+        generator.set_state(state)
 
 
 def modules_of(f: Any, depth: int = 3) -> Iterator[nn.Module]:

@@ -171,7 +171,7 @@ def tune(
             raise TypeError(f"batches[{i}] is of type {type(batch).__name__}: it must be a tuple (z0, *args)")
     x = flattened_state(z0)[0][0]
     everything = [(z0, *args), *map(tuple, batches)]
-    problem = Problem(checked_f(f), everything, kwargs or {}, options, x.device, generator_states(x.device))
+    problem = Problem(checked_f(f), everything, kwargs or {}, options, generator_states(x.device))
     try:
         tuned, held, what = _split(problem)
         given = _allowed(checked.beta, checked.gamma, upwards=checked.beta > 1)
@@ -211,11 +211,10 @@ class Problem:
     batches: Sequence[tuple[Any, ...]]
     kwargs: Mapping[str, Any]
     options: Keywords
-    device: torch.device
-    random: Sequence[Tensor]
+    random: Sequence[tuple[Any, Tensor]]
 
     def rewind(self) -> None:
-        set_generator_states(self.device, self.random)
+        set_generator_states(self.random)
 
     def solved(self, f: Any, batch: tuple[Any, ...], **changed: Any) -> Any:
         self.rewind()

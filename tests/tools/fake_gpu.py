@@ -19,6 +19,7 @@ alone has backward passes, if this module is imported before the first backward 
 import contextlib
 import functools
 import threading
+import types
 from collections import Counter
 
 import pytest
@@ -162,6 +163,16 @@ class Driver(_DummyBackendModule):
         if graph is not None:
             key = state.numpy().tobytes()
             self.record(lambda: generator.set_state(graph.states[key]))
+
+    @property
+    def default_generators(self):
+        return [
+            types.SimpleNamespace(
+                get_state=functools.partial(self.get_rng_state, i),
+                set_state=functools.partial(self.set_rng_state, device=i),
+            )
+            for i in range(self.device_count())
+        ]
 
     @contextlib.contextmanager
     def drawing(self, index):

@@ -87,11 +87,11 @@ WRAPPER = bugs(
     ("tensors of f on another device are freed before they are read", "adjoint.py",
      "if self._f.spreads:", "if False:"),
     ("the generators are rewound to where another evaluation began", "repeatable.py",
-     "        self.draws = not all(map(torch.equal, self._random, generator_states(self._device)))\n",
-     "        self.draws = not all(map(torch.equal, self._random, generator_states(self._device)))\n"
+     "        self.draws = not all(torch.equal(state, generator.get_state()) for generator, state in self._random)\n",
+     "        self.draws = not all(torch.equal(state, generator.get_state()) for generator, state in self._random)\n"
      "        self._random = generator_states(self._device)\n"),
     ("the generators stay where the last evaluation began", "repeatable.py",
-     "set_generator_states(self._device, found)", "pass"),
+     "set_generator_states(found)", "pass"),
     ("the attention backend of the forward pass is not restored", "repeatable.py", "write(then)", "write(now)"),
     ("tensors put in by functional_call are not put back", "repeatable.py", "table[name] = x\n", "pass\n"),
     ("a buffer that f changes goes unseen", "repeatable.py", "if versions != list(", "if False and versions != list("),
