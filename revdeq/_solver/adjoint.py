@@ -48,7 +48,7 @@ class BackwardPass:
 
     def enter(self, k: int, grads: Gradients) -> None:
         """Take the gradient of a loss with respect to the result of half-step k."""
-        self._entering[k] = grads
+        self._entering[k] = [None if g is None else dense(g, g) for g in grads]
 
     def at_half_step(self, evaluation: Evaluation, products: Gradients) -> Gradients:
         """Take the gradient of the result of half-step k that came through the next evaluation of f. Return that of f's
@@ -58,7 +58,7 @@ class BackwardPass:
         if self.adjoints is not None:
             if self._at != k + 2:
                 raise RuntimeError(PASSED)
-            seeds = self._undo(k + 1, products)
+            seeds = self._undo(k + 1, [dense(g, x) for g, x in zip(products, self._read, strict=True)])
             self._evaluate(evaluation)
             if entering is not None:
                 seeds = self._add(k, entering)
@@ -67,6 +67,7 @@ class BackwardPass:
         else:  # here the gradient begins
             self.reach(evaluation)
             self.adjoints = [[torch.zeros_like(x, dtype=wide(x.dtype)) for x in self._read] for _ in range(2)]
+            products = [None if g is None else dense(g, g) for g in products]
             seeds = self._add(k, products)
             if entering is not None:
                 seeds = self._add(k, entering)
@@ -100,7 +101,7 @@ class BackwardPass:
         assert self.adjoints is not None and self._outputs is not None
         for adjoint, g in zip(self.adjoints[k % 2], grads, strict=True):
             if g is not None:
-                adjoint.add_(dense(g, g), alpha=self._step.b)
+                adjoint.add_(g, alpha=self._step.b)
         # In their own memory: a hook or custom function in f may modify its gradient in place.
         return [x.to(out.dtype, copy=True) for x, out in zip(self.adjoints[k % 2], self._outputs, strict=True)]
 
@@ -123,7 +124,7 @@ class BackwardPass:
         for h, out, x in zip(self._half_steps[k % 2], outputs, self._read, strict=True):
             h.invert(out, x, x)
 
-    def _undo(self, k: int, products: Gradients) -> State:
+    def _undo(self, k: int, products: State) -> State:
         """Invert half-step k, and update the other state's adjoint with the product of f in the same pass over memory.
         Return the next seeds."""
         assert self._outputs is not None and self.adjoints is not None
@@ -132,7 +133,7 @@ class BackwardPass:
         for i, half_step in enumerate(self._half_steps[k % 2]):
             out, x = self._outputs[i], self._read[i]
             seeds.append(torch.empty_like(mine[i], dtype=out.dtype))
-            adjoints = mine[i], dense(products[i], x), other[i], seeds[i]
+            adjoints = mine[i], products[i], other[i], seeds[i]
             if k == 1 and self._check:
                 self._maxima.append(half_step.invert_compare(out, x, self._z0[i], self._floors[i], *adjoints))
             else:
@@ -143,11 +144,10 @@ class BackwardPass:
     def _went_back(self) -> None:
         """After a half-step was inverted, f's tensors are no longer needed."""
         self._at -= 1
-        late = {}
-        if self._f.spreads:  # nodes on another device run in another thread
-            late = {place: x for place, x in self.evaluation.items() if x.device != self._read[0].device}
-        self.evaluation.clear()
-        self.evaluation.update(late)
+        device, tensors = self._read[0].device, self.evaluation
+        late = {place: x for place, x in tensors.items() if x.device != device} if self._f.spreads else {}
+        tensors.clear()
+        tensors.update(late)  # nodes on another device run in another thread
         self._outputs = None
         if self._at == 1:
             self._read = self._z0  # it is known: use it, not its reconstruction
@@ -169,4 +169,4 @@ PASSED = (
 
 
 def _norms(xs: Gradients) -> State:
-    return [torch.linalg.vector_norm(dense(x, x)) for x in xs if x is not None]
+    return [torch.linalg.vector_norm(x) for x in xs if x is not None]

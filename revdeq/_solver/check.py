@@ -95,10 +95,10 @@ class Check:
     site: tuple[str, int]
     precision: Any
 
-    def judge(self, maxima: Sequence[Tensor], norms: Tensor, statistics: Statistics) -> None:
+    def judge(self, maxima: list[Tensor], norms: Tensor, statistics: Statistics) -> None:
         """Check a reconstruction: the partial maxima of `invert_compare`, and the squared norms of the last change of z
         and of z, which are read only if it failed; and the growth of the adjoint."""
-        errors, last, first = torch.cat(list(maxima)), statistics.last, statistics.first
+        errors, last, first = torch.cat(maxima), statistics.last, statistics.first
         if errors.numel():
             rho = errors.amax().view(torch.float32)
             report([rho, *last, *first], functools.partial(self._decide, norms, len(last), statistics.b))

@@ -18,6 +18,9 @@ from .state import State
 if TYPE_CHECKING:
     from .iteration import Iteration
 
+MODIFIED = "one of the variables needed for gradient computation has been modified by an inplace operation"
+"""torch's own words."""
+
 requires_grad = attrgetter("requires_grad")
 
 
@@ -43,7 +46,8 @@ class Evaluation(dict[int, Tensor]):
             with saved_tensors_hooks(self._pack, self.__getitem__ if self.k else self._first_unpack):
                 outputs = f(read, self.k)
             if sum(map(version, self.values())) != self._versions:
-                raise _changed("inside f, after an operation had saved it: write x = x.add(y) instead of x.add_(y)")
+                how = "inside f, after an operation had saved it: write x = x.add(y) instead of x.add_(y)"
+                raise RuntimeError(f"{MODIFIED} {how}")
         except BaseException:
             self.clear()  # they refer to the graph, and the graph to this object
             raise
@@ -88,7 +92,7 @@ class Evaluation(dict[int, Tensor]):
         """The outputs that were kept."""
         assert self.outputs is not None
         if sum(map(version, (*self.values(), *self.outputs))) != self._versions:
-            raise _changed("after the forward pass, and keep > 0 needs it")
+            raise RuntimeError(f"{MODIFIED} after the forward pass, and keep > 0 needs it")
         outputs, self.outputs = self.outputs, None
         return outputs
 
@@ -120,12 +124,6 @@ class Evaluation(dict[int, Tensor]):
             return _gone(place)
         self._iteration.backward_pass().reach(self)
         return self[place]
-
-
-def _changed(how: str) -> RuntimeError:
-    return RuntimeError(
-        f"one of the variables needed for gradient computation has been modified by an inplace operation {how}"
-    )
 
 
 def _gone(place: int | None) -> Tensor:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from .adjoint import BackwardPass
 from .check import Check, Statistics
-from .evaluation import Evaluation
+from .evaluation import MODIFIED, Evaluation
 from .options import Options
 from .precision import Float64
 from .repeatable import Repeatable, thread
@@ -187,7 +187,7 @@ class Iteration:
 
     def backward_pass(self) -> BackwardPass:
         """The running backward pass, or a new one from the last states."""
-        number = torch._C._current_graph_task_id()
+        number = current_pass()
         if self._pass is None or number != self._number:
             self._refuse(number)
             if self._pass is not None:
@@ -217,17 +217,18 @@ class Iteration:
              "what it differentiates"),
             (not self.half_steps, "Trying to backward through a solve a second time, but its states were used up: call "
              "the first backward with retain_graph=True"),
-            (changed, "one of the variables needed for gradient computation has been modified by an inplace operation: "
-             f"z0, or a tensor that f uses, of shape {[tuple(x.shape) for x in changed]}, was changed between the "
-             "forward and the backward pass (by an optimizer step?), so the gradient would be that of another f"),
+            (changed, f"{MODIFIED}: z0, or a tensor that f uses, of shape {[tuple(x.shape) for x in changed]}, was "
+             "changed between the forward and the backward pass (by an optimizer step?), so the gradient would be that "
+             "of another f"),
         ):  # fmt: skip
             if is_wrong:
                 raise RuntimeError(text)
 
 
-def graph_is_kept() -> bool:
-    """Whether the running backward pass has retain_graph=True."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+# The private names of torch that revdeq uses, because no public one says it: the number of the running backward pass,
+# as in torch.utils.checkpoint, and whether it has retain_graph=True, as in AOTAutograd.
+current_pass = torch._C._current_graph_task_id
+graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def uncompiled(backward: Callable[..., Any]) -> Any:
@@ -240,7 +241,7 @@ def uncompiled(backward: Callable[..., Any]) -> Any:
     return staticmethod(run)
 
 
-class HalfStep(torch.autograd.Function):
+class HalfStepNode(torch.autograd.Function):
     """Half-step k in the graph. What f read is among its inputs, so that the engine visits the nodes in order, whatever
     f depends on; but the adjoints are beside the graph, and no gradient flows there, except to z0."""
 
@@ -269,7 +270,7 @@ class HalfStep(torch.autograd.Function):
         return None, None, None, None, *by_z0, *seeds, *by_y0
 
 
-class Result(torch.autograd.Function):
+class ResultNode(torch.autograd.Function):
     """The result of half-step k as the caller gets it. The gradient of a loss enters here, beside that which comes
     through later evaluations of f: added to it, it would be rounded to the dtype of z0. The last z needs no such
     node."""
@@ -286,6 +287,6 @@ class Result(torch.autograd.Function):
         return None, None, *(None if g is None else torch.zeros_like(g) for g in grads)  # f may have hooks there
 
 
-half_step = super(torch.autograd.Function, HalfStep).apply
-result = super(torch.autograd.Function, Result).apply
+half_step = super(torch.autograd.Function, HalfStepNode).apply
+result = super(torch.autograd.Function, ResultNode).apply
 """Without checks for torch.func transforms, which do not apply here and take 7 us."""

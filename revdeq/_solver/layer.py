@@ -25,7 +25,8 @@ class RevDEQ(nn.Module):
         options: The options of `revdeq.solve`, which `revdeq.Options` explains.
 
     Attributes:
-        last: What the last call did: its `revdeq.Solution` without z, y and aux. None before the first call.
+        last: What the last call did: its `revdeq.Solution` without z, y and aux, and so without a gap. None before the
+            first call.
 
     Raises:
         TypeError, ValueError: An option is unknown or invalid.

@@ -127,12 +127,12 @@ _remembered = functools.lru_cache(256, typed=True)(Options)  # 1 and True are eq
 
 def options_from(keywords: Any) -> Options:
     """Checked options; a set of options that was checked before costs a microsecond."""
-    for name, value in keywords.items():
-        if name not in NAMES:
-            raise TypeError(f"unknown keyword {name} = {value!r}: there are {', '.join(NAMES)}")
     try:
         return _remembered(**keywords)
-    except TypeError:  # a list is not hashable
+    except TypeError:  # a list is not hashable, or a name is wrong
+        for name, value in keywords.items():
+            if name not in NAMES:
+                raise TypeError(f"unknown keyword {name} = {value!r}: there are {', '.join(NAMES)}") from None
         return Options(**keywords)
 
 

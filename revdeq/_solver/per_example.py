@@ -53,7 +53,7 @@ class BackwardByExample(BackwardPass):
             super()._invert(k, outputs)
         show(self._half_steps[k % 2], self._read, rows)
 
-    def _undo(self, k: int, products: Gradients) -> State:
+    def _undo(self, k: int, products: State) -> State:
         assert self.adjoints is not None
         rows, mine = self._stopped_before(k), self.adjoints[1 - k % 2]
         waiting, read = [x[rows] for x in mine], self._read
@@ -63,7 +63,7 @@ class BackwardByExample(BackwardPass):
             show(self._half_steps[k % 2], read, rows)
         factor = self._step.b / (self._step.a if (k - 1) % 2 == 0 else 1)
         for x, seed, before, g in zip(mine, seeds, waiting, products, strict=True):
-            x[rows] = before if g is None else torch.add(before, g[rows], alpha=factor)
+            x[rows] = torch.add(before, g[rows], alpha=factor)
             seed.copy_(x)
             seed[self._stopped_before(k - 1)] = 0
         return seeds

@@ -17,7 +17,7 @@ from .per_example import ByExample
 from .precision import coefficients, precision_for
 from .repeatable import Repeatable, thread
 from .state import State, flattened_state, is_traced, structured
-from .unrolled import repeatable, sum_of_squares, unrolled
+from .unrolled import sum_of_squares, unrollable, unrolled
 
 
 @dataclass(eq=False)
@@ -109,7 +109,7 @@ def solve(
         >>> solution.z.sum().backward()
     """
     if torch.compiler.is_dynamo_compiling():
-        _break_the_graph()
+        torch._dynamo.graph_break(msg=UNCOMPILED)
         return torch.compiler.disable(_solve)(f, z0, args, y0, kwargs, options)
     return _solve(f, z0, args, y0, kwargs, options)
 
@@ -118,7 +118,7 @@ def _solve(f: Any, z0: Any, args: tuple[Any, ...], y0: Any, kwargs: Any, keyword
     options = options_from(keywords)
     z, y, spec = _initial(f, z0, y0)
     if thread.evaluates or is_traced(z):
-        run, step = repeatable(f, z, spec, args, kwargs, options), coefficients(options.beta, options.gamma)
+        run, step = unrollable(f, z, spec, args, kwargs, options), coefficients(options.beta, options.gamma)
         y, z, count, norms = unrolled(run, z, y, step, options)
         converged = None if options.tol is None else bool(relative_change(norms) <= options.tol)
         states, pair = (structured(z, spec), structured(y, spec)), (step.beta, step.gamma)
@@ -226,13 +226,8 @@ def checked_f(f: Any) -> Callable[..., Any]:
     return f
 
 
-def _break_the_graph() -> None:
-    """A compiled model runs the solve, and f in it, uncompiled. This message is the reason that the compiler gives."""
-
-
-# What torch.compiler.disable(reason=...) sets; as a decorator it would import the compiler.
-_break_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
-_break_the_graph._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+UNCOMPILED = (
     "a solve of revdeq cannot be part of a compiled graph: compile f, f.compile() or torch.compile(f), and the model "
     "around it without fullgraph=True, or export it with strict=False"
 )
+"""A compiled model runs the solve, and f in it, uncompiled. The compiler gives this as the reason."""

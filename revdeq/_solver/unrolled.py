@@ -51,7 +51,7 @@ def sum_of_squares(state: Iterable[Tensor]) -> Tensor:
     return functools.reduce(torch.add, [x.double().square().sum() for x in state])
 
 
-def repeatable(f: Any, z: State, spec: Any, args: Any, kwargs: Any, options: Options) -> Repeatable:
+def unrollable(f: Any, z: State, spec: Any, args: Any, kwargs: Any, options: Options) -> Repeatable:
     """f for an unrolled solve in a tracer, which cannot record our kernels, or inside the f of another solve, where all
     must be plain operations."""
     is_traced = not thread.evaluates

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from plain import agree, iterate
 from torch import nn
 
@@ -159,6 +160,15 @@ def test_losses_on_intermediate_states(setting):
     for each in (rows, expected):
         losses.append(sum(s.z.square().sum() / (n + 1) for n, s in enumerate(each)) + each[1].y.sin().sum())
     agree(*(torch.autograd.grad(loss, wanted) for loss in losses), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("which", ["y", "z"])
+def test_a_loss_with_a_sparse_gradient(which):
+    f, (x, speed, z0), rows = Block(couples=True), inputs(), torch.tensor([0, 3])
+    state = getattr(revdeq.solve(f, z0, x, speed, **GIVEN), which)
+    losses = F.embedding(rows, state, sparse=True).sum(), state[rows].sum()
+    ours, expected = (torch.autograd.grad(loss, [*f.parameters()], retain_graph=True) for loss in losses)
+    assert all(map(torch.equal, ours, expected))
 
 
 def test_a_half_precision_f():
