@@ -47,8 +47,9 @@ def draw(name, out):
     """The picture of a benchmark, for light and for dark pages."""
     from matplotlib import style
 
-    for suffix, look in (("", "default"), ("-dark", "dark_background")):
-        with style.context([look, {"savefig.transparent": True, "font.size": 9}]):
+    for suffix, look, color in (("", "default", "white"), ("-dark", "dark_background", "#0d1117")):
+        background = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), color)
+        with style.context([look, background, {"font.size": 9}]):
             module(name).picture(Results(out / f"{name}.csv")).savefig(out / f"{name}{suffix}.png", dpi=150)
 
 
