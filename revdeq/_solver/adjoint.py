@@ -144,10 +144,12 @@ class BackwardPass:
     def _went_back(self) -> None:
         """After a half-step was inverted, f's tensors are no longer needed."""
         self._at -= 1
-        device, tensors = self._read[0].device, self.evaluation
-        late = {place: x for place, x in tensors.items() if x.device != device} if self._f.spreads else {}
-        tensors.clear()
-        tensors.update(late)  # nodes on another device run in another thread
+        if self._f.spreads:  # nodes on another device run in another thread, and may need theirs at any time
+            here = self._read[0].device
+            for place in [place for place, x in self.evaluation.items() if x.device == here]:
+                del self.evaluation[place]
+        else:
+            self.evaluation.clear()
         self._outputs = None
         if self._at == 1:
             self._read = self._z0  # it is known: use it, not its reconstruction

@@ -86,7 +86,7 @@ WRAPPER = bugs(
     ("y0 is not compared with its reconstruction", "adjoint.py",
      "self._maxima += [h.invert_compare(out, x, y, floor)", "_ = [h.invert_compare(out, x, y, floor)"),
     ("tensors of f on another device are freed before they are read", "adjoint.py",
-     "if self._f.spreads else {}", "if False else {}"),
+     "if self._f.spreads:", "if False:"),
     ("the generators are rewound to where another evaluation began", "repeatable.py",
      "        self.draws = not all(torch.equal(state, generator.get_state()) for generator, state in self._random)\n",
      "        self.draws = not all(torch.equal(state, generator.get_state()) for generator, state in self._random)\n"
